@@ -1,0 +1,1 @@
+"""The Hugging Face edge: load, capture, restore, observe, decode. The only room that imports transformers."""
