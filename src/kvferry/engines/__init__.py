@@ -1,0 +1,1 @@
+"""kvferry inside running systems: thin; all thinking stays below."""

@@ -1,0 +1,53 @@
+"""What the scheduler's side tells the worker's side to do in one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvferry.engines.vllm.store import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """Fill the pages of one request from the store.
+
+    Attributes:
+        request: its id.
+        entries: packets that cover the tokens up to the last one's ``stop``, in order.
+        start: first token whose page is to be filled; what lies before is there already.
+        token_ids: of the prompt, up to the last entry's ``stop``.
+        blocks: pages of the tokens from ``start`` on.
+        background: the request waits apart; say so when it is ready.
+    """
+
+    request: str
+    entries: tuple[Entry, ...]
+    start: int
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    background: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Put one chunk of a request into the store once this step has computed it.
+
+    Attributes:
+        request: its id.
+        entry: what it becomes.
+        token_ids: of the chunk.
+        blocks: pages of the chunk.
+    """
+
+    request: str
+    entry: Entry
+    token_ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepJobs:
+    """Everything for one step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)

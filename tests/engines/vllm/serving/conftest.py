@@ -1,0 +1,92 @@
+"""Prompts, and what the engine makes of them without a connector: the reference of every test here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.vllm_engine import Answers, Job, run
+from kvferry.hf.models import resolve
+from kvferry.hf.text import default_text
+
+CHUNK = 128
+
+
+@pytest.fixture(scope="session")
+def smollm_folder() -> str:
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma_folder() -> str:
+    return resolve("gemma3-270m")
+
+
+def prompts_of(folder: str, lengths: list[int], skip: int = 0) -> list[list[int]]:
+    """Passages of English, one behind the other."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ids = tokenizer(default_text()[: 8 * (sum(lengths) + skip)], verbose=False).input_ids[skip:]
+    found = []
+    for length in lengths:
+        found.append(ids[:length])
+        ids = ids[length:]
+    assert [len(prompt) for prompt in found] == lengths
+    return found
+
+
+@pytest.fixture(scope="session")
+def prompts(smollm_folder: str) -> list[list[int]]:
+    """Eight prompts: short of a chunk, a chunk exactly, longer ones, and three that begin with the same 256 tokens."""
+    alone = prompts_of(smollm_folder, [100, 128, 380, 381, 513])
+    shared = prompts_of(smollm_folder, [256, 60, 126, 7], skip=4000)
+    return [*alone, *([*shared[0], *end] for end in shared[1:])]
+
+
+@pytest.fixture(scope="session")
+def aggregated(smollm_folder: str, prompts: list[list[int]]) -> Answers:
+    """The prompts served by one engine with no connector."""
+    return run(Job(smollm_folder, prompts, logprobs=20))
+
+
+@pytest.fixture(scope="session")
+def produced(
+    smollm_folder: str, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Answers]:
+    """The store that a producer fills at budget 1.0, prefills cut into pieces of 200 tokens; and what it answered."""
+    store = tmp_path_factory.mktemp("store")
+    engine = {"max_num_batched_tokens": 200, "enable_chunked_prefill": True}
+    answers = run(
+        Job(smollm_folder, prompts, logprobs=20, engine=engine, role="kv_producer", extra={"store": str(store)})
+    )
+    return store, answers
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
+    """A copy of a store that a test may damage or add to."""
+
+    def copy(store: Path) -> Path:
+        return Path(shutil.copytree(store, tmp_path / "copy"))
+
+    return copy
+
+
+def agreement(have: list[list[int]], want: list[list[int]]) -> float:
+    """Share of generated tokens before each answer's first difference."""
+    agreed = 0
+    for one, other in zip(have, want, strict=True):
+        for first, second in zip(one, other, strict=True):
+            if first != second:
+                break
+            agreed += 1
+    return agreed / sum(map(len, want))
+
+
+def chunks(prompts: list[list[int]], *, whole: bool) -> list[int]:
+    """Tokens of each prompt in whole chunks; not ``whole``: with at least one token left behind them."""
+    return [(len(ids) - (0 if whole else 1)) // CHUNK * CHUNK for ids in prompts]

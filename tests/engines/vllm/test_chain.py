@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from kvferry.engines.vllm.chain import chain
+from kvferry.errors import InvalidInput
+
+
+def test_a_key_stands_for_everything_up_to_its_chunk() -> None:
+    ids = list(range(100))
+    keys = chain(ids, 32)
+    assert len(keys) == 3
+    assert chain(ids[:96], 32) == keys
+    assert chain(ids[:95], 32) == keys[:2]
+    for changed in range(96):
+        other = chain([*ids[:changed], 7_777, *ids[changed + 1 :]], 32)
+        same = changed // 32
+        assert other[:same] == keys[:same]
+        assert not set(other[same:]) & set(keys)
+
+
+def test_chunk_and_namespace_tell_chains_apart() -> None:
+    ids = list(range(64))
+    assert not set(chain(ids, 32)) & set(chain(ids, 64))
+    assert not set(chain(ids, 32)) & set(chain(ids, 32, "tenant"))
+
+
+def test_keys_stay_what_they_are() -> None:
+    """Producer and consumer may be of different versions."""
+    start = hashlib.sha256(b"kvferry chain 1\n2\n").digest()
+    raw = (5).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little")
+    assert chain([5, 1 << 40], 2) == [hashlib.sha256(start + raw).hexdigest()[:32]]
+
+
+def test_short_prompts_and_bad_chunks() -> None:
+    assert chain([1, 2, 3], 4) == []
+    assert chain([], 4) == []
+    with pytest.raises(InvalidInput, match="0 tokens"):
+        chain([1], 0)
