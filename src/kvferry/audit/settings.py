@@ -1,0 +1,51 @@
+"""What an audit is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvferry.audit.pair import Controls
+from kvferry.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Sizes of an audit.
+
+    Attributes:
+        controls: what is run beside the arms of a pair.
+        new_tokens: decoded at most in free runs.
+        samplers: names in `kvferry.audit.sample.SAMPLERS`, for `free_run`.
+        explain: sequences of a free run or a transplant that get controls of their own; the others take the verdict.
+        layer_step: `residual_patch` patches every so many layers.
+        patch_positions: positions of the suffix patched, evenly spread.
+        horizon: steps after a patched position that are looked at.
+        until_split: in free runs, stop the second arm behind its first divergence: no answers are compared then.
+        resamples: of bootstraps.
+        seed: of sampling and of bootstraps.
+    """
+
+    controls: Controls = field(default_factory=Controls)
+    new_tokens: int = 64
+    samplers: tuple[str, ...] = ("greedy",)
+    explain: int = 2
+    layer_step: int = 1
+    patch_positions: int = 3
+    horizon: int = 3
+    until_split: bool = False
+    resamples: int = 20_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.new_tokens, self.layer_step, self.patch_positions, self.horizon, self.resamples) < 1:
+            raise InvalidInput("new_tokens, layer_step, patch_positions, horizon and resamples must be positive")
+        if self.explain < 0:
+            raise InvalidInput(f"explain is {self.explain}; it must not be negative")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+QUICK = Settings(new_tokens=12, explain=1, layer_step=6, patch_positions=1, horizon=2, resamples=2_000)
+"""Under two minutes for a model of 135 million parameters on two cores."""

@@ -1,0 +1,109 @@
+"""From evidence to a name. Every verdict says what decided it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from kvferry.audit.trace import TENSORS
+from kvferry.snapshot import dtype_from_name
+
+VERDICTS = ("identical", "kernel-shape", "rounding", "codec", "semantic", "overflow")
+"""From harmless to not.
+
+``identical``: the same bits. ``kernel-shape``: other bits, which vanish when the matrix shapes are matched, and with
+precision. ``rounding``: vanishes with precision. ``codec``: a loss that the arm declares, of the size that it declares.
+``semantic``: stays at any precision: a fault in masks, positions or state. ``overflow``: NaN or infinity.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a verdict on one pair of runs rests on.
+
+    Attributes:
+        replicas: both arms gave the same bits twice.
+        identical: logits and caches of the pair are the same to the bit.
+        nonfinite: ``(arm, layer, tensor, position)`` of the first NaN or infinity.
+        vanishes: the difference shrinks with precision as rounding does; ``None``: not tried.
+        shapes_match: the reference, run in the other arm's shapes, gives the other arm's bits; ``None``: not tried.
+        declared: the difference is what a declared lossy stage costs.
+        unexplained_flips: flips whose margin is beyond what rounding reaches.
+        notes: words for each of these that a reader needs.
+    """
+
+    replicas: bool
+    identical: bool
+    nonfinite: tuple[str, int, str, int] | None = None
+    vanishes: bool | None = None
+    shapes_match: bool | None = None
+    declared: bool = False
+    unexplained_flips: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A name of `VERDICTS`, and the evidence that decided, most important first."""
+
+    name: str
+    reasons: tuple[str, ...] = field(default=())
+
+
+def decide(evidence: Evidence) -> Verdict:
+    """The verdict on one pair of runs."""
+    notes = evidence.notes
+    if not evidence.replicas:
+        notes = ("the same path twice gave other bits: nothing finer than that floor is claimed", *notes)
+    if evidence.nonfinite is not None:
+        arm, layer, tensor, position = evidence.nonfinite
+        where = (
+            f"layer {layer}, {tensor}, position {position}" if tensor != "logits" else f"logits, position {position}"
+        )
+        return Verdict("overflow", (f"{arm}: NaN or infinity first in {where}", *notes))
+    if evidence.identical:
+        return Verdict("identical", ("logits and caches are the same to the bit", *notes))
+    if evidence.vanishes is False:
+        if evidence.declared:
+            return Verdict("codec", ("stays at any precision, as declared by a lossy stage, and is no larger", *notes))
+        return Verdict("semantic", ("does not shrink with precision", *notes))
+    if evidence.vanishes is None and evidence.unexplained_flips:
+        reason = f"{evidence.unexplained_flips} flips with margins beyond rounding; precision was not tried"
+        return Verdict("semantic", (reason, *notes))
+    if evidence.shapes_match and evidence.replicas:
+        return Verdict("kernel-shape", ("vanishes to the bit when shapes are matched", *notes))
+    return Verdict("rounding", ("shrinks with precision as rounding does", *notes))
+
+
+def worst(names: Sequence[str]) -> str:
+    """The least harmless of some verdicts."""
+    return max(names, key=VERDICTS.index)
+
+
+def finer(dtype: str) -> str | None:
+    """The dtype that shows whether a difference is rounding of ``dtype``; none is finer than float64."""
+    return None if dtype == "float64" else "float64"
+
+
+def precision_bounds(
+    own: Mapping[str, Float[np.ndarray, " layers"]], dtype: str, fine: str
+) -> dict[str, Float[np.ndarray, " layers"]]:
+    """How much of a drift in ``dtype`` may be left in ``fine`` for it to be rounding, by tensor and layer.
+
+    Rounding shrinks by the ratio of the two epsilons r; a fault does not shrink. The bound lies at their geometric
+    middle, ``√r`` of the drift, so it is as far from either: for bfloat16 and float64 a factor of 5 million.
+
+    Args:
+        own: the largest drift of each layer in ``dtype``.
+        dtype: of the runs.
+        fine: of the control runs.
+    """
+    coarse, small = (torch.finfo(dtype_from_name(name)).eps for name in (dtype, fine))
+    shrink = math.sqrt(small / coarse)
+    # Where nothing drifted (or everything overflowed) one rounding of the dtype is what may have been.
+    return {name: np.maximum(np.where(np.isfinite(own[name]), own[name], 0.0), coarse) * shrink for name in TENSORS}

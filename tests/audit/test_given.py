@@ -1,0 +1,121 @@
+"""Caches that come from elsewhere, held against the receiver's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvferry.audit import faults
+from kvferry.audit.arm import Arm, Change
+from kvferry.audit.codec import codec_of
+from kvferry.audit.generate import build_cache
+from kvferry.audit.given import audit_cache, expected_flips
+from kvferry.audit.models import ModelSet
+from kvferry.errors import IncompatibleIdentity, InvalidInput
+from kvferry.ship.encode import decode, encode
+from kvferry.snapshot import Snapshot
+from tests.hf import tiny
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def models() -> ModelSet:
+    return ModelSet(tiny.llama(dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def prompt() -> torch.Tensor:
+    return tiny.prompt(1, 24, seed=8)
+
+
+def cache(
+    models: ModelSet, prompt: torch.Tensor, construction: str = "prefill", change: Change | None = None
+) -> Snapshot:
+    return build_cache(models, Arm(construction, change=change), prompt)
+
+
+def test_its_own_cache_is_identical(models: ModelSet, prompt: torch.Tensor) -> None:
+    found = audit_cache(models, cache(models, prompt), new_tokens=NEW)
+    assert (found.verdict, found.layer, found.replicas) == ("identical", None, 1)
+    assert found.measures["cache_l2"].value == 0
+    assert [line["stage"] for line in found.detail["stages"]][-3] == "given"
+
+
+def test_its_own_cache_built_otherwise_is_a_matter_of_shapes(models: ModelSet, prompt: torch.Tensor) -> None:
+    found = audit_cache(models, cache(models, prompt, "incremental"), new_tokens=NEW)
+    assert found.verdict == "kernel-shape"
+    assert any("incremental" in why for why in found.reasons)
+    other = audit_cache(models, cache(models, prompt, "chunked(5)"), new_tokens=NEW)
+    assert other.verdict in ("rounding", "kernel-shape")
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "layer", "tensor"),
+    [
+        (faults.shifted_positions(), "positions", 0, "keys"),
+        (faults.swapped_head(1), "keys and values swapped", 1, "keys+values"),
+        (faults.stale_layer(1), "stale layer", 1, "keys+values"),
+        (faults.quantised_layer(0), "quantised", 0, "keys+values"),
+    ],
+)
+def test_faults_are_found_in_a_cache_alone(
+    models: ModelSet, prompt: torch.Tensor, change: Change, name: str, layer: int, tensor: str
+) -> None:
+    found = audit_cache(models, cache(models, prompt, change=change), new_tokens=NEW)
+    assert (found.verdict, found.layer, found.tensor) == ("semantic", layer, tensor)
+    assert found.diagnosis is not None
+    assert found.diagnosis["name"] == name
+    assert found.detail["layers"][0]["layer"] == layer or name == "positions"
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("uniform_int4", None), ("uniform_int8", None), ("sink_protect", 0.7)])
+def test_a_packet_is_as_lossy_as_it_says(models: ModelSet, prompt: torch.Tensor, policy: str, budget: Any) -> None:
+    packet = encode(cache(models, prompt), budget, policy)
+    found = audit_cache(models, decode(packet), codec=codec_of(packet), new_tokens=NEW)
+    assert found.verdict in ("codec", "rounding"), found.reasons
+    assert found.verdict == "codec" or policy == "uniform_int8"
+    assert any(line["stage"].startswith("codec") for line in found.detail["stages"])
+
+
+def test_a_fault_behind_a_codec_is_no_codec(models: ModelSet, prompt: torch.Tensor) -> None:
+    wrong = cache(models, prompt, change=faults.swapped_head(1))
+    packet = encode(wrong, None, "uniform_int8")
+    found = audit_cache(models, decode(packet), codec=codec_of(packet), new_tokens=NEW)
+    assert (found.verdict, found.layer, found.tensor) == ("semantic", 1, "keys+values")
+
+
+def test_infinity_is_overflow(models: ModelSet, prompt: torch.Tensor) -> None:
+    good = cache(models, prompt)
+    layers = list(good.layers)
+    assert layers[1].values is not None
+    values = layers[1].values.clone()
+    values[0, 0, 3, 0] = torch.inf
+    layers[1] = layers[1].map_tensors(layers[1].keys, values)
+    found = audit_cache(models, replace(good, layers=tuple(layers)), new_tokens=NEW)
+    assert (found.verdict, found.layer, found.tensor) == ("overflow", 1, "values")
+
+
+def test_what_is_refused(models: ModelSet, prompt: torch.Tensor) -> None:
+    other = ModelSet(tiny.llama(seed=1, dtype=torch.bfloat16))
+    with pytest.raises(IncompatibleIdentity):
+        audit_cache(models, cache(other, prompt), new_tokens=NEW)
+    twice = tiny.prompt(2, 12)
+    from kvferry.hf.capture import capture
+
+    with pytest.raises(InvalidInput):
+        audit_cache(models, capture(models.own, twice), new_tokens=NEW)
+
+
+def test_margins_predict_flips() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 2, generator=generator)
+    noise = 0.5 * torch.randn(400, 2, generator=generator)
+    observed = int((logits.argmax(-1) != (logits + noise).argmax(-1)).sum())
+    expected = expected_flips(logits, logits + noise)
+    assert expected is not None
+    assert abs(expected - observed) < 40
+    assert expected_flips(logits, logits) == 0
