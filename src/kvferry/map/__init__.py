@@ -1,0 +1,1 @@
+"""One model's cache becomes another's: moments, selection, ridge, the mapper artifact. Knows tensors and snapshots."""
