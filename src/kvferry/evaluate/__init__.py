@@ -1,0 +1,1 @@
+"""What shipping a cache costs: perplexity through the cached decode path, needle retrieval, fidelity, and a sweep."""

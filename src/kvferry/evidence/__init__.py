@@ -1,0 +1,1 @@
+"""What every measurement needs: statistics with intervals, and results on disk as they come."""
