@@ -1,0 +1,1 @@
+"""Figures and pages made from results; nothing is computed again here."""

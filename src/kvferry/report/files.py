@@ -1,0 +1,20 @@
+"""Files of a report: in a folder that can be written to, each whole or not there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvferry.errors import InvalidInput
+
+
+def writable_folder(path: str | os.PathLike[str]) -> Path:
+    """``path`` as a folder, made where it is missing. Raises `InvalidInput` where nothing can be written there."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"{folder} cannot be a folder: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InvalidInput(f"{folder} cannot be written to")
+    return folder

@@ -1,0 +1,220 @@
+"""Sweeps, parts studies and progressive packets as one page of Markdown; every number comes out of their JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvferry.errors import InvalidInput
+from kvferry.report.files import writable_folder
+from kvferry.report.tables import brief_quantizers, markdown
+from kvferry.snapshot.files import write_text
+
+Row = Mapping[str, Any]
+
+TITLES = {
+    "paper": "The paper's policies at its nominal budgets",
+    "fast": "Fixed rates at equal actual bytes",
+    "ladder": "The ladder of quantisers at one budget",
+    "small": "Transform coding",
+    "needle": "Needles",
+    "parts": "What each part of the transform codec buys",
+    "progressive": "Progressive packets",
+}
+"""Sections in order, by the last part of a file's name: ``ship-MODEL-paper.json``."""
+
+GOALS = {0.52: 0.1, 0.28: 0.15, 0.25: 0.3, 0.2: 1.0, 0.15: 0.3, 0.1: 0.5, 0.07: 1.0, 0.05: 3.0}
+"""Actual budget → the rise of perplexity, in percent, that is aimed at."""
+
+
+def write_ship_page(folder: Path, files: Iterable[Path]) -> list[str]:
+    """Write ``ship.md`` into ``folder``; returns its path.
+
+    Args:
+        folder: made where it is missing.
+        files: ``ship-….json``, as ``kvferry ship sweep --json`` and the studies write them.
+
+    Raises `InvalidInput` where a file is none of these.
+    """
+    found: dict[str, list[tuple[str, Row]]] = {}
+    for path in files:
+        found.setdefault(_section(path), []).append((path.name, _read(path)))
+    lines = [
+        "# Shipping: quality at equal bytes",
+        "",
+        "Made from the JSON files beside it by `make results`; not edited by hand. What the figures say is in",
+        "[ship-notes.md](ship-notes.md).",
+        "",
+        "*budget* is actual: bytes of the packet, header, maps, scales and checksums in, over those of the packet with",
+        "every token at 16 bit. *Δ%*: change of the perplexity of the suffix, scored through the cached decode path,",
+        "against the 16-bit cache; in brackets its 95% interval (bootstrap over windows). *KL*: mean to the 16-bit",
+        "cache's predictions, nats a token. *top-1*: same most likely token.",
+        "",
+    ]
+    for name, title in TITLES.items():
+        for file, result in sorted(found.get(name, ()), key=lambda pair: pair[0]):
+            lines += [f"## {title}: {_model(result)}", "", *_provenance(file, result), ""]
+            lines += [*SECTIONS[name](result["result"]), ""]
+    page = writable_folder(folder) / "ship.md"
+    write_text(page, "\n".join(lines))
+    return [str(page)]
+
+
+def _section(path: Path) -> str:
+    name = path.stem.rsplit("-", 1)[-1]
+    if not path.name.startswith("ship-") or name not in TITLES:
+        raise InvalidInput(f"{path} is no result of a study of ship: its name ends in none of {', '.join(TITLES)}")
+    return name
+
+
+def _read(path: Path) -> Row:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"{path} is no result of a study: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("result"), dict) or "environment" not in found:
+        raise InvalidInput(f"{path} is no result of a study: it has no result, or no environment")
+    return found
+
+
+def _model(result: Row) -> str:
+    found = result["result"].get("model", {})
+    return str(found.get("model", found) if isinstance(found, Mapping) else found)
+
+
+def _provenance(file: str, result: Row) -> list[str]:
+    made = result["environment"]
+    settings = result["result"].get("settings", {})
+    sizes = ""
+    if settings.get("windows"):
+        sizes = f"; {settings['windows']} windows, prefix {settings['prefix']:,}, suffix {settings['suffix']:,}"
+    where = f"{made['cpu']}, {made['threads']} threads, {made['dtype']}, seed {made['seed']}"
+    return [
+        f"`kvferry {' '.join(made['arguments'])}` at revision {str(made['git_revision'])[:12]}; {where}; torch "
+        f"{made['torch']}, transformers {made['transformers']}{sizes} (`{file}`)."
+    ]
+
+
+def sweep_section(result: Row) -> list[str]:
+    """A line a method, dearest first."""
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: -(row["budget"] if row["budget"] is not None else -1.0)):
+        asked = row["asked"]
+        wanted = f"{asked['budget']:g}" if asked["budget"] is not None else ""
+        if asked["nominal_budget"] is not None:
+            wanted = f"b = {asked['nominal_budget']:g}"
+        if row["reason"] is not None:
+            lines.append((row["policy"], "not possible", wanted, *[""] * 6))
+            continue
+        lines.append(
+            (
+                row["policy"],
+                brief_quantizers(row["quantizer"]),
+                wanted,
+                f"{row['budget']:.4f}",
+                _number(row["ppl"], ".3f"),
+                _number(row["ppl_delta_pct"], "+.3f"),
+                _interval(row["ppl_delta_ci"]),
+                _number(row["kl_mean"], ".5f"),
+                _number(row["top1_agreement"], ".4f"),
+            )
+        )
+    head = ("policy", "quantiser (keys / values)", "asked", "budget", "ppl", "Δ%", "95%", "KL", "top-1")
+    return [*markdown(head, lines), *goal_lines(result["rows"])]
+
+
+def goal_lines(rows: Sequence[Row]) -> list[str]:
+    """For each budget that is aimed at and was asked for: what came of it."""
+    lines = []
+    for row in rows:
+        budget = row["asked"]["budget"]
+        if row["policy"] not in ("auto", "klt") and row["asked"]["policy"] not in ("auto", "klt"):
+            continue
+        goal = GOALS.get(budget) if budget is not None else None
+        if goal is None or row["ppl_delta_pct"] is None:
+            continue
+        low, high = row["ppl_delta_ci"]
+        verdict = "met" if row["ppl_delta_pct"] <= goal else "**not met**"
+        if verdict == "met" and high > goal:
+            verdict = "met by the mean; the interval reaches beyond"
+        elif verdict != "met" and low <= goal:
+            verdict = "**not met** by the mean; the interval reaches it"
+        lines.append(
+            (
+                f"{row['asked']['policy']} at {budget:g}",
+                f"≤ {goal:+g}%",
+                f"{row['ppl_delta_pct']:+.3f}% [{low:+.2f}, {high:+.2f}]",
+                verdict,
+            )
+        )
+    return ["", *markdown(("goal", "aimed at", "reached", ""), lines)] if lines else []
+
+
+def needle_section(result: Row) -> list[str]:
+    """A line a method: how many needles were found."""
+    lines = []
+    for row in sorted(result["rows"], key=lambda row: -(row["budget"] if row["budget"] is not None else -1.0)):
+        needle = row["needle"]
+        if row["reason"] is not None or needle is None:
+            continue
+        low, high = needle["ci"]
+        lines.append(
+            (
+                row["policy"],
+                brief_quantizers(row["quantizer"]),
+                f"{row['budget']:.4f}",
+                f"{needle['hits']} / {needle['n']}",
+                f"[{low:.3f}, {high:.3f}]",
+            )
+        )
+    return markdown(("policy", "quantiser", "budget", "found", "95%"), lines)
+
+
+def parts_section(result: Row) -> list[str]:
+    """A line a variant."""
+    lines = [
+        (
+            row["variant"],
+            f"{row['budget']:.4f}",
+            _number(row["kl_mean"], ".5f"),
+            _number(row["ppl_delta_pct"], "+.3f"),
+            _number(row.get("bytes_at_equal_kl"), ".3f"),
+            _number(row.get("encode_seconds"), ".2f"),
+            _number(row.get("decode_seconds"), ".2f"),
+        )
+        for row in result["rows"]
+    ]
+    head = ("variant", "budget", "KL", "Δ%", "bytes at equal KL, whole codec = 1", "encode s", "decode s")
+    return markdown(head, lines)
+
+
+def progressive_section(result: Row) -> list[str]:
+    """A line a row of the study, its own fields as columns."""
+    rows = result["rows"]
+    head = tuple(rows[0]) if rows else ()
+    return markdown(head, [tuple(_plain(row[name]) for name in head) for row in rows])
+
+
+def _plain(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _interval(pair: Sequence[float] | None) -> str:
+    return "" if pair is None else f"[{pair[0]:+.2f}, {pair[1]:+.2f}]"
+
+
+SECTIONS: dict[str, Callable[[Row], list[str]]] = {
+    "paper": sweep_section,
+    "fast": sweep_section,
+    "ladder": sweep_section,
+    "small": sweep_section,
+    "needle": needle_section,
+    "parts": parts_section,
+    "progressive": progressive_section,
+}

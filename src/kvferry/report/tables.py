@@ -1,0 +1,32 @@
+"""Tables in Markdown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
+    return [
+        f"| {' | '.join(head)} |",
+        "|---" * len(head) + "|",
+        *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
+    ]
+
+
+_SPEC = re.compile("([a-z]+)([0-9])(.*)")
+
+
+def brief_quantizers(text: str) -> str:
+    """Quantisers that differ by their bits alone as one: ``raw+cen8g64+cen6g64+cen4g64`` as ``raw+cen8,6,4g64``."""
+    return " / ".join(_brief(side) for side in text.split(" / "))
+
+
+def _brief(side: str) -> str:
+    bits: dict[tuple[str, str], list[str]] = {}
+    for spec in side.split("+"):
+        match = _SPEC.fullmatch(spec)
+        family, own, rest = match.groups() if match else (spec, "", "")
+        bits.setdefault((family, rest), []).append(own)
+    return "+".join(f"{family}{','.join(filter(None, own))}{rest}" for (family, rest), own in bits.items())

@@ -1,0 +1,63 @@
+"""The page of audits: ours beside the papers' figures, out of results as the command prints them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvferry as kv
+from kvferry.audit.settings import Settings
+from kvferry.errors import InvalidInput
+from kvferry.report.audit_page import page, read
+from tests.hf import tiny
+
+ENVIRONMENT = {
+    "arguments": ["audit", "tiny"],
+    "git_revision": "abc",
+    "torch": "2",
+    "transformers": "5",
+    "cpu": "one",
+    "threads": 1,
+    "seed": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    settings = Settings(new_tokens=3, explain=1, layer_step=2, patch_positions=1, horizon=1, resamples=100)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        result = kv.audit(
+            tiny.llama(dtype=dtype),
+            tiny.prompt(1, 34),  # long enough for bfloat16 to differ by construction
+            start=30,
+            protocols=["fixed_prefix", "stage_replay", "transplant", "residual_patch", "free_run"],
+            settings=settings,
+        )
+        found[str(dtype)[6:]] = {"environment": ENVIRONMENT, "result": result.to_json()}
+    return found
+
+
+def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -> None:
+    for name, content in results.items():
+        (tmp_path / f"audit-{name}.json").write_text(json.dumps(content))
+    text = page(read(tmp_path))
+    assert "bf16 83 % (77.2 to 87.6)" in text
+    assert "gives the donor's logits to the bit in 4 of 4" in text
+    assert "Of 8 clean pairs of runs, 0 were called semantic." in text
+    assert "rounding alone predicts 65,536" in text
+    assert "kvferry audit tiny" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert all(line.endswith("|") for line in rows)
+
+
+def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput):
+        read(tmp_path)
+    (tmp_path / "audit-x.json").write_text("{}")
+    with pytest.raises(InvalidInput):
+        read(tmp_path)
