@@ -1,0 +1,42 @@
+"""Studies made of parts, each a command of its own whose JSON takes the old one's place when it is whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TEXTS = Path("build/texts")
+"""What commands read, by a path that means the same on every machine."""
+
+
+def place(name: str, words: str) -> Path:
+    """Put a text where commands read it."""
+    path = TEXTS / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(words, encoding="utf-8")
+    return path
+
+
+def call(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
+    """Run a command of this very kvferry; it says itself what goes wrong.
+
+    Args:
+        arguments: of the command.
+        statuses: that are no failure; a check that failed (1) may be what a study is about.
+    """
+    print("kvferry", *arguments, flush=True)
+    command = [sys.executable, "-m", "kvferry.cli.main", *arguments]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode not in statuses:
+        raise subprocess.CalledProcessError(done.returncode, command)
+    return done.stdout
+
+
+def keep(path: Path, found: str) -> None:
+    """Write a result whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_text(found, encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,245 @@
+"""What the vLLM connector does, on real engines: modes, budgets, failures, speed beside vLLM's own example connector.
+
+    .venv-vllm/bin/python -m benchmarks.vllm_results MODEL --work DIR [--prompts N] [--text FILE] [--json FILE]
+
+Every phase is an engine in a process of its own. What a phase gave is kept in DIR, so that a run that was stopped goes
+on where it was. Bytes are those of the files in the store, counted outside of the engines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.vllm_engine import Answers, Job, run
+from kvferry.engines.vllm.chain import chain
+from kvferry.engines.vllm.store import FolderStore
+from kvferry.errors import KVFerryError
+from kvferry.evidence.statistics import bootstrap_mean, wilson
+from kvferry.hf.models import resolve
+from kvferry.hf.text import default_text
+
+CHUNK = 128
+LENGTHS = (140, 250, 260, 330, 380)  # some are about to need another page: few pages then mean preemptions
+SHARED = 128
+LOGPROBS = 20
+BUDGETS = (0.52, 0.28)
+NO_CACHE = {"enable_prefix_caching": False}
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
+SMALL = {**NO_CACHE, **CHUNKED, "num_gpu_blocks_override": 13, "max_model_len": 1024}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all phases share."""
+
+    model: str
+    prompts: list[list[int]]
+    work: Path
+
+    def job(self, **changes: Any) -> Job:
+        """The prompts, one engine, no connector unless ``changes`` name one."""
+        return replace(Job(self.model, self.prompts, logprobs=LOGPROBS), **changes)
+
+    def store(self, name: str) -> Path:
+        """A folder for packets."""
+        return self.work / "stores" / name
+
+    def phase(self, name: str, job: Job) -> Answers:
+        """Run a job, or take what an earlier run kept of it."""
+        kept = self.work / f"{name}.json"
+        if kept.exists():
+            return Answers(**_numbers(json.loads(kept.read_text(encoding="utf-8"))))
+        record.tell(name)
+        answers = run(job)
+        plain = {key: value for key, value in asdict(answers).items() if key != "error"}
+        kept.write_text(json.dumps(plain), encoding="utf-8")
+        return answers
+
+
+def main() -> None:
+    """Parse the options, run the phases, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--work", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="default: Python's own reference topics")
+    parser.add_argument("--other", default="gemma3-270m", help="a model whose packets are to be refused")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    given.work.mkdir(parents=True, exist_ok=True)
+    folder = resolve(given.model)
+    text = default_text() if given.text is None else given.text.read_text(encoding="utf-8")
+    study = Study(folder, make_prompts(folder, text, given.prompts), given.work)
+    reference = study.phase("aggregated", study.job())
+    rows = [row("aggregated", study, reference, reference)]
+    for measure in (modes, budgets, failures, peers):
+        rows += measure(study, reference)
+    result = {
+        "model": given.model,
+        "prompts": given.prompts,
+        "prompt_tokens": sum(map(len, study.prompts)),
+        "rows": rows,
+        "refusal": refusal(study, resolve(given.other)),
+    }
+    record.write(given.json, "vllm_results", result, seed=0, threads=1)
+
+
+def make_prompts(folder: str, text: str, count: int) -> list[list[int]]:
+    """Passages of `LENGTHS` tokens in turn; every fifth begins with the `SHARED` first tokens of the one before."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    lengths = [LENGTHS[index % len(LENGTHS)] for index in range(count)]
+    ids = tokenizer(text[: 12 * sum(lengths)], verbose=False).input_ids
+    prompts: list[list[int]] = []
+    for index, length in enumerate(lengths):
+        prompt, ids = ids[:length], ids[length:]
+        prompts.append([*prompts[-1][:SHARED], *prompt[SHARED:]] if index % 5 == 4 else prompt)
+    return prompts
+
+
+def modes(study: Study, reference: Answers) -> list[dict[str, Any]]:
+    """Budget 1.0, in every way that an engine can be run."""
+    store = study.store("full")
+    producer = {"role": "kv_producer", "extra": {"store": str(store)}}
+    rows = [row("producer, chunked", study, study.phase("producer", study.job(engine=CHUNKED, **producer)), reference)]
+    rows[0]["store_bytes"] = _bytes(store)
+    consumers: list[tuple[str, str, dict[str, Any]]] = [
+        ("consumer, async", "async", {}),
+        ("consumer, sync", "sync", {}),
+        ("consumer, async, no prefix cache", "async", NO_CACHE),
+        ("consumer, sync, chunked, no prefix cache", "sync", {**NO_CACHE, **CHUNKED}),
+        ("consumer, async, few pages", "async", SMALL),
+    ]
+    for name, mode, engine in consumers:
+        job = study.job(engine=engine, role="kv_consumer", extra={"store": str(store), "mode": mode})
+        rows.append(row(name, study, study.phase(_file(name), job), reference))
+    return rows
+
+
+def budgets(study: Study, reference: Answers) -> list[dict[str, Any]]:
+    """How near a consumer's answers stay when packets take fewer bytes."""
+    rows = []
+    for budget in BUDGETS:
+        store, name = study.store(f"budget-{budget}"), f"budget {budget}"
+        extra = {"store": str(store), "budget": budget}
+        study.phase(_file(f"{name} producer"), study.job(role="kv_producer", extra=extra))
+        job = study.job(engine=NO_CACHE, role="kv_consumer", extra=extra)
+        rows.append(row(name, study, study.phase(_file(name), job), reference))
+        rows[-1]["store_bytes"] = _bytes(store)
+    return rows
+
+
+def failures(study: Study, reference: Answers) -> list[dict[str, Any]]:
+    """Every tenth prompt's first packet damaged."""
+    rows = []
+    for policy, mode in (("recompute", "async"), ("recompute", "sync"), ("fail", "async")):
+        name = f"damaged, {policy}, {mode}"
+        store = study.store(_file(name))
+        if not store.exists():
+            shutil.copytree(study.store("full"), store)
+            for prompt in study.prompts[::10]:
+                _damage(FolderStore(store).path(chain(prompt, CHUNK)[0], "segment"))
+        extra = {"store": str(store), "mode": mode}
+        job = study.job(role="kv_consumer", extra=extra, failure_policy=policy)
+        rows.append(row(name, study, study.phase(_file(name), job), reference))
+    return rows
+
+
+def peers(study: Study, reference: Answers) -> list[dict[str, Any]]:
+    """vLLM's own example connector, which stores raw tensors: the same prompts, the same engine."""
+    extra = {"shared_storage_path": str(study.store("example"))}
+    settings = {"connector": "ExampleConnector", "extra": extra, "engine": NO_CACHE}
+    study.phase("example-producer", study.job(role="kv_producer", **settings))
+    answers = study.phase("example-consumer", study.job(role="kv_consumer", **settings))
+    return [{**row("ExampleConnector", study, answers, reference), "store_bytes": _bytes(study.store("example"))}]
+
+
+def refusal(study: Study, other: str) -> dict[str, Any]:
+    """What another model's engine says of the store's packets."""
+    extra = {"store": str(study.store("full")), "identity": "raise"}
+    try:
+        run(Job(other, [study.prompts[0]], role="kv_consumer", extra=extra))
+    except KVFerryError as error:
+        return {"error": type(error).__name__, "differences": sorted(getattr(error, "differences", {}))[:8]}
+    return {"error": None}
+
+
+def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[str, Any]:
+    """Figures of one phase, against the engine without a connector."""
+    finished = [index for index, reason in enumerate(answers.finish) if reason != "error"]
+    equal = sum(answers.tokens[index] == reference.tokens[index] for index in finished)
+    divergence = [first_token_kl(answers, reference, index) for index in finished]
+    top = sum(answers.tokens[index][:1] == reference.tokens[index][:1] for index in finished)
+    return {
+        "phase": name,
+        "n": len(study.prompts),
+        "failed": len(study.prompts) - len(finished),
+        "equal_answers": equal,
+        "first_token_agreement": _rate(top, len(finished)),
+        "kl_first_token": _interval(divergence),
+        "cached_tokens": sum(answers.cached),
+        "preemptions": answers.counters.get("vllm:num_preemptions", 0),
+        "seconds": round(sum(answers.seconds), 3),
+        "prompt_tokens_per_s": round(sum(map(len, study.prompts)) / sum(answers.seconds), 1),
+        "first_token_s": round(statistics.median(answers.first_token), 4),
+        "counters": {
+            key.removeprefix("vllm:kvferry_"): round(value, 1)
+            for key, value in answers.counters.items()
+            if key.startswith("vllm:kvferry_") and value
+        },
+    }
+
+
+def first_token_kl(have: Answers, want: Answers, index: int) -> float:
+    """KL of the first token's distribution, over the tokens that both list and all others together, in nats."""
+    old, new = want.logprobs[index][0], have.logprobs[index][0]
+    both = old.keys() & new.keys()
+    total = sum(math.exp(old[token]) * (old[token] - new[token]) for token in both)
+    rest = [1 - sum(math.exp(side[token]) for token in both) for side in (old, new)]
+    return total + (rest[0] * math.log(rest[0] / rest[1]) if min(rest) > 1e-9 else 0.0)
+
+
+def _interval(values: list[float]) -> dict[str, Any]:
+    interval = bootstrap_mean(values)
+    return {
+        "value": round(statistics.fmean(values), 6),
+        "n": len(values),
+        "ci": None if interval is None else [round(bound, 6) for bound in interval],
+    }
+
+
+def _rate(hits: int, n: int) -> dict[str, Any]:
+    return {"value": round(hits / n, 4), "n": n, "ci": [round(bound, 4) for bound in wilson(hits, n)]}
+
+
+def _damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _file(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def _numbers(kept: dict[str, Any]) -> dict[str, Any]:
+    """JSON's keys are texts; those of log probabilities are token ids."""
+    steps = [[{int(token): value for token, value in step.items()} for step in prompt] for prompt in kept["logprobs"]]
+    return {**kept, "logprobs": steps}
+
+
+if __name__ == "__main__":
+    main()
