@@ -200,20 +200,6 @@ def test_a_consumer_that_never_comes_or_never_ends_is_an_error_in_time(sender: S
         outgoing.finish(0.3)
 
 
-def test_a_withdrawn_handoff_fails_its_consumer_at_once(sender: SocketSender) -> None:
-    outgoing = sender.announce("gone")
-    outgoing.begin(b"h", [1])
-    with pytest.raises(TransferFailed, match="withdrew"):
-        take_all(SocketReceiver(sender.address), "gone", outgoing.close)
-
-
-def test_a_closing_server_fails_its_consumers_at_once() -> None:
-    sender = SocketSender()
-    sender.announce("gone").begin(b"h", [1])
-    with pytest.raises(TransferFailed, match="has closed"):
-        take_all(SocketReceiver(sender.address), "gone", sender.close)
-
-
 def test_too_much_on_offer_is_refused() -> None:
     with SocketSender(max_bytes=1_000) as sender:
         first = sender.announce()

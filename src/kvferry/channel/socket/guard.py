@@ -56,6 +56,7 @@ class Connections:
         self.allowance = allowance
         self.cut = 0
         self._socket = socket
+        self._handles: set[int] = set()
         self._open: dict[int, Peer] = {}
         address = f"inproc://kvferry-monitor-{next(_names)}"
         socket.monitor(address, _EVENTS)
@@ -63,6 +64,10 @@ class Connections:
         self.monitor.setsockopt(zmq.LINGER, 0)
         self.monitor.setsockopt(zmq.RCVHWM, 0)  # a full queue would block libzmq's own thread
         self.monitor.connect(address)
+
+    def __len__(self) -> int:
+        """Connections, of any transport, that were open at the last look."""
+        return len(self._handles)
 
     def look(self) -> list[int]:
         """Shut down the connections beyond their allowance; returns the events since the last look."""
@@ -93,11 +98,13 @@ class Connections:
                 return
             kind, handle = int(event["event"]), int(event["value"])
             if kind in _OPENED:
+                self._handles.add(handle)
                 with _borrowed(handle) as connection:
                     peer = None if connection is None else _peer(connection)
                 if peer is not None:
                     self._open[handle] = peer
             elif kind in _ENDED:
+                self._handles.discard(handle)
                 self._open.pop(handle, None)
             yield kind
 

@@ -150,6 +150,8 @@ class Link:
         if self._dealer in ready:
             self._receive()
         lost = self._lost_connection(self._connections)
+        if lost:
+            self._receive()  # its last words came before it broke, and go with the socket
         if (lost or self._spoiled >= _MOST_SPOILED) and not self._transfer.ended.is_set():
             self._reconnect("the connection broke" if lost else "nothing makes sense any more")
         elif not self._said and self._transfer.last_word is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT = 0.5
 """Seconds between two WAIT messages to a consumer that has nothing to receive."""
+
+_PARTING = 1.0
+"""Most seconds that a closing server waits for its peers to hear the last word and leave."""
 
 _MAX_PEERS = 8
 _REMEMBERED = 1024
@@ -99,7 +103,10 @@ class SocketSender:
         return offer
 
     def close(self) -> None:
-        """Withdraw every hand-off, say so to whoever is connected, and free the socket."""
+        """Withdraw every hand-off, say so to whoever is connected, and free the socket when they have left.
+
+        A connection that is shut while its peer still speaks may take the last word with it, so peers get a second.
+        """
         with self.moved:
             if self._closing:
                 return
@@ -162,10 +169,10 @@ class SocketSender:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake_out, zmq.POLLIN)
-        busy = False
+        busy, leave_by = False, math.inf
         try:
-            while True:
-                ready = dict(poller.poll(10 if busy else LOOK_MS))
+            while time.monotonic() < leave_by:
+                ready = dict(poller.poll(10 if busy or self._closing else LOOK_MS))
                 if self._wake_out in ready:
                     os.read(self._wake_out, 4096)
                 if self._router in ready:
@@ -174,7 +181,9 @@ class SocketSender:
                 with self.moved:
                     busy = not self._serve()
                     if self._closing:
-                        break
+                        if not self._connections:
+                            break
+                        leave_by = min(leave_by, time.monotonic() + _PARTING)
         except BaseException as error:
             logger.exception("the server at %s failed", self.address)
             with self.moved:
