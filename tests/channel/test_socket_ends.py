@@ -18,10 +18,11 @@ from tests.channel.test_socket import take_all
 
 
 def test_a_withdrawn_handoff_fails_its_consumer_at_once() -> None:
-    with SocketSender() as sender, pytest.raises(TransferFailed, match="withdrew"):
+    with SocketSender() as sender:
         outgoing = sender.announce("gone")
         outgoing.begin(b"h", [1])
-        take_all(SocketReceiver(sender.address), "gone", outgoing.close)
+        with pytest.raises(TransferFailed, match="withdrew"):
+            take_all(SocketReceiver(sender.address), "gone", outgoing.close)
 
 
 def test_a_closing_server_fails_its_consumers_at_once() -> None:
