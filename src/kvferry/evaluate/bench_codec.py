@@ -32,7 +32,9 @@ from kvferry.ship.encode import encode as encode_snapshot
 from kvferry.ship.quantize import Section, decode_sections, encode_sections, quantizer
 from kvferry.snapshot import FULL, Identity, LayerGeometry, LayerState, RopeSpec, Snapshot, dtype_from_name
 
-QUANTIZERS = ("sym8", "sym4", "asym8g64", "asym4g64", "asym3g64", "chan4b128", "chan5b128", "mixed")
+QUANTIZERS = (
+    *("sym8", "sym4", "asym8g64", "asym4g64", "asym3g64", "chan4b128", "chan5b128", "had4g64", "cen4g64", "mixed"),
+)
 MIXED = (("raw", 0.1), ("sym8", 0.4), ("sym4", 0.5))
 """Tiers of ``mixed`` and their shares of the tokens, scattered as a ranking by importance scatters them."""
 
