@@ -118,6 +118,11 @@ CASES = {
     "sweep with no decay": (["ship", "sweep", "{tmp}/no-model", "--decay", "nan"], 2),
     "sweep for needles without end": (["ship", "sweep", "{tmp}/no-model", "--needle", "--needle-lengths", "inf"], 2),
     "sweep into a folder": (["ship", "sweep", "{tmp}/no-model", "--csv", "{tmp}"], 2),
+    "sweep with no such model into new folders": (
+        ["ship", "sweep", "{tmp}/no-model", "--csv", "{tmp}/new/x.csv", "--plots", "{tmp}/plots"],
+        1,
+    ),
+    "sweep with a log that is none": (["ship", "sweep", "{model}", "--windows", "1", "--log", "{garbage}"], 2),
     "sweep anew, and go on": (["ship", "sweep", "{tmp}/no-model", "--fresh", "--log", "{tmp}/x"], 2),
     "decode garbage": (["ship", "decode", "{garbage}", "-o", "{tmp}/x"], 1),
     "decode a missing file": (["ship", "decode", "{tmp}/missing", "-o", "{tmp}/x"], 2),
@@ -135,6 +140,8 @@ CASES = {
     "hand off to no such model": (["handoff", "{model}", "--decode", "{tmp}/no-model", "--budget", "1"], 1),
     "audit a snapshot as a packet": (["audit", "{model}", "--packet", "{snapshot}"], 2),
     "audit a packet as a snapshot": (["audit", "{model}", "--cache", "{packet}"], 2),
+    "audit with no such model into a new folder": (["audit", "{tmp}/no-model", "--plots", "{tmp}/plots"], 1),
+    "audit with a log that is none": (["audit", "{model}", "--n", "1", "--log", "{garbage}"], 2),
     "audit garbage": (["audit", "{model}", "--packet", "{garbage}"], 1),
     "bench a codec on no number of bytes": (["bench", "codec", "--megabytes", "nan"], 2),
     "bench a codec on too many bytes": (["bench", "codec", "--megabytes", "1e12"], 2),
@@ -176,6 +183,7 @@ def test_what_is_wrong_is_said(
         assert len(lines) == 1
     assert lines[-1].startswith("kvferry: ") or given in ([], ["ship"])
     assert list(tmp_path.iterdir()) == []
+    assert not Path(f"{names['garbage']}.lock").exists()
     if as_json and given and given[0] in COMMANDS:
         content = json.loads(out)
         assert content.keys() == {"kvferry", "command", "environment", "result", "error"}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import InvalidInput
-from kvferry.report.files import writable_folder
+from kvferry.report.files import check_folder, writable_folder
 from kvferry.report.handoff import PARTS, render, write_report
 from kvferry.report.svg import ticks, timeline
 from kvferry.snapshot.files import write_text
@@ -84,3 +84,14 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(InvalidInput):
             writable_folder(path)
+        with pytest.raises(InvalidInput):
+            check_folder(path)
+
+
+def test_looking_at_a_folder_makes_none(tmp_path: Path) -> None:
+    check_folder(tmp_path)
+    check_folder(tmp_path / "new" / "folder")
+    check_folder("relative/folder")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InvalidInput, match="/proc"):
+        check_folder("/proc/new/folder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -123,7 +124,7 @@ def sweep(
     if decay is not None and not 0 <= decay < math.inf:
         raise InvalidInput(f"--decay is {decay}: give a number of at least 0")
     report.require_writable(csv_path, plots)
-    if csv_path is not None:
+    if csv_path is not None and Path(csv_path).parent.is_dir():  # else it is made when there is something to write
         check_output(csv_path, *(file for file in (text, haystack) if file is not None))
     given, nominal = numbers(budgets, "--budgets"), numbers(nominal_budgets, "--nominal-budgets")
     options = {"scorer": scorer, "decay": decay, "seed": common.seed, "nominal_budgets": nominal}

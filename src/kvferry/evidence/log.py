@@ -40,7 +40,9 @@ class ResultLog:
             return self
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{self.path}.lock", timeout=0)
+            beside = Path(f"{self.path}.lock")
+            old = beside.exists()
+            lock = FileLock(beside, timeout=0)
             lock.acquire()
         except Timeout:
             raise InvalidInput(f"{self.path} is being written by another process") from None
@@ -51,6 +53,8 @@ class ResultLog:
             self._read(self.path)
         except BaseException:
             lock.release()
+            if not old:
+                beside.unlink(missing_ok=True)  # nothing is left beside what is no log
             raise
         return self
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import InvalidInput
-from kvferry.report.files import writable_folder
+from kvferry.report.files import check_folder, writable_folder
 from kvferry.snapshot.files import write_text
 
 Row = Mapping[str, Any]
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 def require_writable(folder: str) -> None:
     """Raise `InvalidInput` before any work is done where figures could not be written or drawn."""
-    writable_folder(folder)
+    check_folder(folder)
     _pyplot()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import InvalidInput
-from kvferry.report.files import writable_folder
+from kvferry.report.files import check_folder, writable_folder
 from kvferry.snapshot.files import write_text
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ _STYLE = (
 def require_writable(csv_path: str | None, plots: str | None) -> None:
     """Raise `InvalidInput` before any work is done where its results could not be written."""
     if csv_path is not None:
-        writable_folder(Path(csv_path).parent)
+        check_folder(Path(csv_path).parent)
     if plots is not None:
-        writable_folder(plots)
+        check_folder(plots)
         _pyplot()
 
 
@@ -40,6 +40,7 @@ def write(result: SweepResult, tokenizer: Any, *, csv_path: str | None = None, p
     """Write what was asked for; returns the paths."""
     written: list[str] = []
     if csv_path is not None:
+        writable_folder(Path(csv_path).parent)
         write_text(Path(csv_path), as_csv(result.rows))
         written.append(csv_path)
     if plots is not None:
