@@ -32,6 +32,10 @@ COMMANDS = {
     "map": ("kvferry.cli.map:map_group", "Turn one model's cache into another's: fit, eval, gate, apply, explain."),
     "pair": ("kvferry.cli.pair:pair", "Make a smaller model whose cache can be mapped."),
     "bench": ("kvferry.cli.bench:bench", "Measure speed, beside memcpy and other codecs in the same run."),
+    "lm-eval": (
+        "kvferry.cli.lm_eval:lm_eval",
+        "lm-evaluation-harness, on shipped or mapped caches (--model kvferry).",
+    ),
     "demo": ("kvferry.cli.demo:demo", "Three hand-offs of SmolLM2-135M, with a report."),
     "handoff-producer": ("kvferry.cli.roles:producer", ""),
     "handoff-consumer": ("kvferry.cli.roles:consumer", ""),
@@ -52,7 +56,7 @@ _HELP: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 def cli() -> None:
     """Capture, ship and take up the key-value caches of language models.
 
-    Every command takes --json: one JSON object on standard output, all else on standard error.
+    Every command but lm-eval takes --json: one JSON object on standard output, all else on standard error.
     """
 
 

@@ -13,12 +13,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvferry.errors import InvalidInput
-from kvferry.evaluate.head import fp32_logits
+from kvferry.evaluate.choices import score_ends
 from kvferry.evaluate.map_arms import Arm, run_arm, source_cache
 from kvferry.evaluate.map_run import require_target
 from kvferry.evaluate.needle import NeedleGrid, PreparedTrial, make_trials
 from kvferry.evidence.statistics import Interval, bootstrap_mean, mcnemar, wilson
-from kvferry.hf.decode import teacher_forced_logits
 from kvferry.hf.recompute import prefill
 from kvferry.map.mapper import Mapper
 from kvferry.snapshot import Snapshot
@@ -124,18 +123,9 @@ def _choice(tokenizer: Any, context: str, ends: list[str], label: Any) -> Choice
 
 def answer(model: PreTrainedModel, cache: Snapshot, question: Choice) -> int:
     """The end that ``model`` finds likeliest a byte, from a cache of all of the context but its last token."""
-    rows = len(question.ends)
-    longest = max(map(len, question.ends))
-    padded = torch.tensor([[*end, *[end[-1]] * (longest - len(end))] for end in question.ends])
-    ids = torch.cat([question.context.expand(rows, -1), padded], dim=1)
-    with fp32_logits(model):
-        logits = teacher_forced_logits(model, cache.select([0] * rows), ids)[:, :-1].float()
-    told = torch.log_softmax(logits, dim=-1).gather(2, padded.to(logits.device).unsqueeze(-1)).squeeze(-1).cpu()
-    scores = [
-        float(told[row, : len(end)].sum()) / size
-        for row, (end, size) in enumerate(zip(question.ends, question.lengths, strict=True))
-    ]
-    return max(range(rows), key=scores.__getitem__)
+    ends = score_ends(model, cache, question.context, question.ends)
+    scores = [end.logprob / size for end, size in zip(ends, question.lengths, strict=True)]
+    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def judge_choices(

@@ -7,7 +7,7 @@ follow. Here positions are kept as they were when the cache was built.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ def continue_greedy(
     mask: Tensor | None = None,
     eos: Literal["model"] | int | Sequence[int] | None = "model",
     keep_logits: bool = False,
+    stop: Callable[[Int[Tensor, "batch new"]], bool] | None = None,
 ) -> Continuation:
     """Decode greedily after a prompt whose beginning is in the cache.
 
@@ -65,6 +66,7 @@ def continue_greedy(
         mask: ``(batch, seq_len)``, 0 on tokens that attention skips; by default the snapshot's, continued with ones.
         eos: tokens that end a row: the model's own, others, or ``None`` for none.
         keep_logits: keep the logits of every step.
+        stop: asked after every step, with all new tokens so far, whether they are enough.
 
     Raises:
         InvalidInput: a bad prompt, or one no longer than the cache.
@@ -92,7 +94,7 @@ def continue_greedy(
             token = torch.where(done, fill, token)
             done |= torch.isin(token, torch.tensor(ends))
         tokens.append(token)
-        if bool(done.all()):
+        if bool(done.all()) or (stop is not None and stop(torch.stack(tokens, dim=1))):
             break
         ids, place = token.unsqueeze(1), place[:, -1:] + 1
         state.mask = torch.cat([state.mask, torch.ones_like(state.mask[:, :1])], dim=1)
