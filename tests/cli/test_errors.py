@@ -135,6 +135,15 @@ CASES = {
         ["handoff", "{model}", "--budget", "0.6", "--policy", "klt", "--progressive"],
         2,
     ),
+    "hand off through a mapper to nobody": (["handoff", "{model}", "--budget", "1", "--mapper", "{tmp}/m"], 2),
+    "hand off through no mapper": (
+        ["handoff", "--prefill", "{model}", "--decode", "{model}", "--budget", "1", "--mapper", "{tmp}/m"],
+        2,
+    ),
+    "hand off with tokens computed anew and no mapper": (
+        ["handoff", "{model}", "--budget", "1", "--recompute-last", "3"],
+        2,
+    ),
     "hand off no text": (["handoff", "{model}", "--budget", "1", "--text", "{empty}"], 2),
     "hand off with no such model": (["handoff", "{tmp}/no-model", "--budget", "1"], 1),
     "hand off to no such model": (["handoff", "{model}", "--decode", "{tmp}/no-model", "--budget", "1"], 1),

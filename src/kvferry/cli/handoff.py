@@ -46,6 +46,16 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Go on sending after the first token, until the consumer's cache is the producer's bit for bit.",
 )
+@click.option("--mapper", metavar="DIR", help="With --prefill A --decode B: maps A's cache to B's, at the consumer.")
+@click.option(
+    "--gate/--no-gate",
+    default=True,
+    show_default=True,
+    help="Take a mapped cache only where `kvferry map gate` and a check on the spot allow it; else B prefills.",
+)
+@click.option(
+    "--recompute-last", type=click.IntRange(0), default=0, help="Last tokens that B computes anew on the mapped ones."
+)
 @click.option(
     "--link",
     metavar="RATE",
@@ -70,19 +80,25 @@ def handoff(
     timeout: float,
     pipeline: bool,
     progressive: bool,
+    mapper: str | None,
+    gate: bool,
+    recompute_last: int,
     link: str | None,
     int4_allowed: bool | None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Prefill with MODEL in one process, decode in another, and judge the result.
 
     The two share nothing but a socket. The first prefills real text and sends its cache, the second installs it and
-    goes on; what comes out is compared with what would have come without shipping.
+    goes on; what comes out is compared with what would have come without shipping. With --mapper the second runs
+    another model of the family, and what comes out is compared with its own prefill.
     """
     producer = prefill or model
     if producer is None or (prefill is not None and model is not None):
         raise InvalidInput("give a MODEL, or --prefill A instead")
     if (budget is None) == (nominal_budget is None):
         raise InvalidInput("give --budget or --nominal-budget, one of the two")
+    if mapper is not None and (prefill is None or decode is None):
+        raise InvalidInput("--mapper maps from one model to another: give --prefill A and --decode B")
     check_int4(int4_allowed, [policy])
     dtype, attn = common.fill_defaults()
     job = HandoffJob(
@@ -104,6 +120,9 @@ def handoff(
         int4_allowed=int4_allowed,
         pipeline=pipeline,
         progressive=progressive,
+        mapper=mapper,
+        gate=gate,
+        recompute_last=recompute_last,
         link=link,
     )
     from kvferry.engines.handoff.run import run_handoff
@@ -113,6 +132,7 @@ def handoff(
 
     def show() -> None:
         show_results([result])
+        show_stages(result)
         show_texts(result)
 
     return result.to_json(), show
@@ -159,11 +179,12 @@ def show_results(results: list[HandoffResult]) -> None:
     if any(result.link for result in results):
         add("link", lambda r: r.link["rate"] if r.link else "loopback")
         add("bytes on the link", lambda r: f"{r.link['bytes_out']:,}" if r.link else "")
-    for name in SECONDS:
+    mapped = any(result.stages for result in results)
+    for name in [name for name in (*SECONDS[:4], "map", *SECONDS[4:]) if mapped or name != "map"]:
         rows.append([name.replace("_", " "), *(tables.seconds(result.seconds[name]) for result in results)])
     if any(result.progressive for result in results):
         _add_progressive(add)
-    add("ttft unshipped", lambda r: tables.seconds(r.local_seconds["ttft"]))
+    add("ttft, its own prefill" if mapped else "ttft unshipped", lambda r: tables.seconds(r.local_seconds["ttft"]))
 
     def judged(r: HandoffResult, value: float | None) -> str:
         return tables.small(value) + (", once refined" if r.progressive else "")
@@ -189,8 +210,33 @@ def _add_progressive(add: Callable[[str, Callable[[HandoffResult], str]], None])
     told("bit-exact", lambda p: "yes" if p["bit_exact"] else "no")
 
 
+def show_stages(result: HandoffResult) -> None:
+    """What each stage of a mapped hand-off cost, in bytes, time and fidelity."""
+    if result.stages is None:
+        return
+    rows = []
+    for stage in result.stages:
+        found = stage["fidelity"]
+        rows.append(
+            [
+                stage["stage"],
+                f"{stage['bytes']:,}" if stage["bytes"] else "",
+                tables.seconds(stage["seconds"]),
+                "" if found is None else tables.small(found["kl_mean"]),
+                "" if found is None else tables.small(found["top1_agreement"]),
+            ]
+        )
+    tables.show_rows(["stage", "bytes", "time", "KL, mean (nats)", "top-1 agreement"], rows)
+    mapped = next(stage for stage in result.stages if stage["stage"] == "map")
+    if not mapped["mapped"]:
+        tables.show_text("not mapped, the consumer prefilled", "; ".join(mapped["reasons"]))
+
+
 def show_texts(result: HandoffResult) -> None:
     """What both runs wrote."""
     tables.show_text("the prompt ends", result.text["prompt_end"])
     tables.show_text("from the shipped cache", result.text["shipped"])
-    tables.show_text("unshipped", "the same" if result.tokens_equal else result.text["local"])
+    own = "its own prefill" if result.stages is not None else "unshipped"
+    tables.show_text(own, "the same" if result.tokens_equal else result.text["local"])
+    if "source" in result.text:
+        tables.show_text("the model that prefilled", result.text["source"])

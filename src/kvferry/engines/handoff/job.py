@@ -75,6 +75,10 @@ class HandoffJob:
             that layer alone; else everything is prefilled first, and tokens are ranked by the mean over the layers.
         plan_ahead: not pipelined, send all the same the packet that a pipelined hand-off sends, to compare the two.
         progressive: after the first token send on, until the consumer's cache is the producer's bit for bit.
+        mapper: folder or hub id of a mapper from the producer's model to the consumer's, which maps what it receives.
+        gate: with a mapper: whether the consumer takes a mapped cache only where `kvferry.evaluate.map_gate` opens, and
+            else prefills the prompt itself.
+        recompute_last: with a mapper: last shipped tokens that the consumer computes anew on top of the mapped ones.
         link: rate of a shaped link between the two processes, as in ``1gbit``; ``None``: the loopback interface.
     """
 
@@ -98,6 +102,9 @@ class HandoffJob:
     pipeline: bool = True
     plan_ahead: bool = False
     progressive: bool = False
+    mapper: str | None = None
+    gate: bool = True
+    recompute_last: int = 0
     link: str | None = None
 
     def __post_init__(self) -> None:
@@ -114,7 +121,14 @@ class HandoffJob:
                 "a packet of policy klt cannot be refined, as its last bits hang on the machine that decodes it: "
                 "take another policy, or no progressive hand-off"
             )
-        least = {"max_tokens": 2, "max_new": 1, "threads": 1, "frame_tokens": 1}
+        if self.mapper is None and self.recompute_last:
+            raise InvalidInput("recompute_last is for a hand-off with a mapper")
+        if self.mapper is not None and self.progressive:
+            raise InvalidInput(
+                "a refinement brings a cache to the producer's bits, and the consumer of a mapped cache has another "
+                "model: no progressive hand-off with a mapper"
+            )
+        least = {"recompute_last": 0, "max_tokens": 2, "max_new": 1, "threads": 1, "frame_tokens": 1}
         for name, lowest in least.items():
             value = getattr(self, name)
             if value is not None and value < lowest:

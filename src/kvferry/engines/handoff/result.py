@@ -56,6 +56,10 @@ class HandoffResult:
         progressive: of a progressive hand-off what `progressive_report` says, else
             ``None``. Its ``kl_mean`` and what belongs to it are of the refined cache; the tokens were chosen as it was
             being refined.
+        stages: of a hand-off with a mapper what `stages_of` says, else ``None``. The unshipped run is then the
+            consumer's own prefill: ``local_seconds``, ``kl_mean`` and what belongs to it, ``tokens_equal`` and the
+            local tokens and text are of that; ``seconds`` and ``timeline`` have ``map``, and ``text`` has ``source``,
+            what the producer's model goes on with.
         link: of a shaped link its ``rate``, and the bytes that the kernel counted on the producer's interface, out and
             back, from before the hand-off until the consumer confirmed it; ``None`` for the loopback interface.
     """
@@ -90,6 +94,7 @@ class HandoffResult:
     traffic: dict[str, int]
     link: dict[str, Any] | None = None
     progressive: dict[str, Any] | None = None
+    stages: list[dict[str, Any]] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,13 +109,23 @@ def combine(
     """One result from what the two processes report, each with clock readings in nanoseconds."""
     start = min(produced["prefill"]["began"], produced["encode"]["began"])
     watches = {name: produced[name] for name in ("prefill", "encode")}
-    watches |= {name: consumed[name] for name in ("wire", "decode", "install", "first_token")}
-    seconds = {name: watches[name]["busy"] / 1e9 for name in SECONDS if name != "ttft"}
+    watches |= {name: consumed[name] for name in ("wire", "decode")}
+    if consumed["map"] is not None:
+        watches["map"] = consumed["map"]["watch"]
+    watches |= {name: consumed[name] for name in ("install", "first_token")}
+    seconds = {name: watch["busy"] / 1e9 for name, watch in watches.items()}
     seconds["ttft"] = (consumed["first_token"]["ended"] - start) / 1e9
     timeline = {
         name: ((watch["began"] - start) / 1e9, (watch["ended"] - start) / 1e9) for name, watch in watches.items()
     }
-    local_first = produced["local_first_token"]
+    local = {"prefill": seconds["prefill"], "first_token": produced["local_first_token"]}
+    local_ids, texts = produced["token_ids"], {"local": produced["text"]}
+    stages = None
+    if consumed["map"] is not None:
+        judged = consumed["map"]["judged"]
+        local, local_ids = judged["seconds"], judged["token_ids"]
+        texts = {"local": consumed["map"]["own_text"], "source": produced["text"]}
+        stages = stages_of(produced["packet"], seconds, consumed["map"]["crossed"], judged)
     fidelity = consumed["fidelity"]
     progressive = None
     if produced["refinement"] is not None:
@@ -128,20 +143,41 @@ def combine(
         new_tokens=len(consumed["token_ids"]),
         seconds=seconds,
         timeline=timeline,
-        local_seconds={"first_token": local_first, "ttft": seconds["prefill"] + local_first},
+        local_seconds={"first_token": local["first_token"], "ttft": local["prefill"] + local["first_token"]},
         kl_mean=fidelity["kl_mean"],
         top1_agreement=fidelity["top1_agreement"],
-        tokens_equal=consumed["token_ids"] == produced["token_ids"],
+        tokens_equal=consumed["token_ids"] == local_ids,
         first_difference=consumed["first_difference"],
         fidelity=fidelity,
-        token_ids={"shipped": consumed["token_ids"], "local": produced["token_ids"]},
-        text={"shipped": consumed["text"], "local": produced["text"], "prompt_end": produced["prompt_end"]},
+        token_ids={"shipped": consumed["token_ids"], "local": local_ids},
+        text={"shipped": consumed["text"], **texts, "prompt_end": produced["prompt_end"]},
         producer=produced["process"],
         consumer=consumed["process"],
         traffic=consumed["traffic"],
         link=link,
         progressive=progressive,
+        stages=stages,
     )
+
+
+def stages_of(
+    packet: Mapping[str, Any], seconds: Mapping[str, float], crossed: Mapping[str, Any], judged: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What each stage cost in bytes and time, and how far the predictions are from what would have been without it.
+
+    ``seconds`` of ``ship`` are those of encode, wire and decode, which overlap with each other and with the prefill;
+    of ``all`` the time to the first token. ``fidelity`` of ``map`` is that of the map of the unshipped cache against
+    the target's own prefill; of ``ship`` that of the delivered cache against the map of the unshipped one; of ``all``
+    that of the delivered cache against the target's own prefill.
+    """
+    shipping = {name: seconds[name] for name in ("encode", "wire", "decode")}
+    size = packet["packet_bytes"]
+    return [
+        {"stage": "prefill", "bytes": 0, "seconds": seconds["prefill"], "fidelity": None},
+        {"stage": "ship", "bytes": size, "seconds": sum(shipping.values()), "fidelity": judged["ship"], **shipping},
+        {"stage": "map", "bytes": 0, "seconds": seconds["map"], "fidelity": judged["map"], **crossed},
+        {"stage": "all", "bytes": size, "seconds": seconds["ttft"], "fidelity": judged["fidelity"]},
+    ]
 
 
 def progressive_report(

@@ -7,7 +7,6 @@ import logging
 import math
 import resource
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -19,12 +18,13 @@ from kvferry.channel import Incoming, Outgoing, Receiver
 from kvferry.engines.handoff.clock import Stopwatch, covered, now
 from kvferry.engines.handoff.compare import Comparison, first_difference
 from kvferry.engines.handoff.job import HandoffJob, HandoffNames
+from kvferry.engines.handoff.mapped import Crossed, cross, forced, judge, open_mapper, send_unshipped
 from kvferry.engines.handoff.progressive import go_on, send_refinement
 from kvferry.engines.handoff.send import Say, send
 from kvferry.errors import CorruptPacket, InvalidInput
 from kvferry.evaluate.kept import Int4Answer, int4_answer
 from kvferry.hf.capture import capture
-from kvferry.hf.decode import continue_greedy, teacher_forced_steps
+from kvferry.hf.decode import continue_greedy
 from kvferry.hf.identity import identity_of
 from kvferry.hf.models import load_model
 from kvferry.hf.observe import OBSERVABLE, QUERY_WINDOW
@@ -43,7 +43,6 @@ _LOADING_SECONDS = 600.0
 """A consumer may take so long to load its libraries and its model; only then does it have a voice."""
 
 _WARM_TOKENS = 48
-_FORCED_AT_ONCE = 64
 _PROMPT_END = 300
 
 
@@ -103,7 +102,10 @@ def produce(
     say("the unshipped run")
     local = continue_greedy(model, snapshot, ids, max_new_tokens=job.max_new)
     token_ids = local.token_ids[0].tolist()
-    _send_reference(reference, model, snapshot, ids, token_ids, job.timeout)
+    if job.mapper is None:
+        _send_reference(reference, model, snapshot, ids, token_ids, job.timeout)
+    else:
+        send_unshipped(reference, snapshot, token_ids, job.timeout)
     return {
         "packet": sent.describe(),
         "refinement": refined,
@@ -124,9 +126,11 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
     """Fetch, decode into place, install, generate; afterwards compare with what the producer kept."""
     say("loading")
     model, tokenizer = models.get(job.consumer_model, job)
-    want = identity_of(model)
+    mapper = None if job.mapper is None else open_mapper(job.mapper, model)
+    want = identity_of(model) if mapper is None else mapper.source
     say("waiting for the cache")
-    decoding, install, first = Stopwatch(), Stopwatch(), Stopwatch()
+    decoding, mapping, install, first = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
+    crossed: Crossed | None = None
     spans: list[tuple[int, int]] = []
     with receiver.fetch(names.cache, timeout=math.inf) as incoming:
         say("decode")
@@ -139,6 +143,11 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
                 reader.add(arrival.data)
         with decoding.running():
             snapshot = reader.snapshot()
+        if mapper is not None:
+            say("map")
+            with mapping.running():
+                crossed = cross(mapper, model, snapshot, job)
+            snapshot = crossed.snapshot
         with install.running():
             cache = snapshot.to_cache(model)
         ids, positions, mask = _continued(snapshot, rest)
@@ -171,7 +180,12 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
     say("compare")
     with receiver.fetch(names.reference, timeout=math.inf) as incoming:
         reference = _token_list(json.loads(incoming.note), "token_ids")
-        fidelity = _compare(incoming, model, snapshot, ids, reference)
+        judged = None
+        if mapper is None or crossed is None:
+            fidelity = _compare(incoming, model, snapshot, ids, reference)
+        else:
+            judged = judge(incoming, mapper, model, job, crossed, ids)
+            fidelity, reference = judged["fidelity"], judged["token_ids"]
         incoming.confirm()
     wire = {
         "busy": covered(spans),
@@ -187,6 +201,7 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids),
         "first_difference": first_difference(token_ids, reference),
+        "map": None if crossed is None else _describe(crossed, mapping, judged, tokenizer),
         "fidelity": fidelity,
         "traffic": traffic.to_json(),
         "process": _process(model, job),
@@ -240,18 +255,11 @@ def _continued(snapshot: Snapshot, rest: list[int]) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _forced(model: Any, snapshot: Snapshot, ids: Tensor, token_ids: list[int]) -> Iterator[Tensor]:
-    """Logits that predict each of ``token_ids``, from the snapshot, float32; both processes take the same steps."""
-    whole = torch.cat([ids, torch.tensor([token_ids[:-1]], dtype=torch.int64)], dim=1)
-    for _, logits in teacher_forced_steps(model, snapshot, whole, step=_FORCED_AT_ONCE):
-        yield from logits[0].float().cpu()
-
-
 def _send_reference(
     reference: Outgoing, model: Any, snapshot: Snapshot, ids: Tensor, token_ids: list[int], timeout: float
 ) -> None:
     # All rows before the first is sent: a consumer waits for a header as long as it takes, for a frame it does not.
-    rows = [row.numpy().tobytes() for row in _forced(model, snapshot, ids, token_ids)]
+    rows = [row.numpy().tobytes() for row in forced(model, snapshot, ids, token_ids)]
     note = json.dumps({"token_ids": token_ids}).encode()
     reference.begin(b"float32 logits", [len(row) for row in rows], note)
     for row in rows:
@@ -264,7 +272,7 @@ def _compare(incoming: Incoming, model: Any, snapshot: Snapshot, ids: Tensor, to
     comparison = Comparison()
     arrivals = incoming.frames()
     early: dict[int, bytes | memoryview] = {}
-    for index, shipped in enumerate(_forced(model, snapshot, ids, token_ids)):
+    for index, shipped in enumerate(forced(model, snapshot, ids, token_ids)):
         while index not in early:
             arrival = next(arrivals)
             early[arrival.index] = arrival.data
@@ -273,6 +281,17 @@ def _compare(incoming: Incoming, model: Any, snapshot: Snapshot, ids: Tensor, to
             raise CorruptPacket(f"the producer's logits have {row.size} entries, this model's {shipped.numel()}")
         comparison.add(torch.from_numpy(row.copy()), shipped)
     return comparison.fidelity().to_json()
+
+
+def _describe(crossed: Crossed, mapping: Stopwatch, judged: dict[str, Any] | None, tokenizer: Any) -> dict[str, Any]:
+    """The mapping, for the report."""
+    assert judged is not None
+    return {
+        "watch": mapping.to_json(),
+        "crossed": {"mapped": crossed.mapped, "reasons": list(crossed.reasons), "share": crossed.share},
+        "judged": judged,
+        "own_text": tokenizer.decode(judged["token_ids"]),
+    }
 
 
 def _process(model: Any, job: HandoffJob) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from kvferry.engines.handoff.job import HandoffJob, HandoffNames
 from kvferry.engines.handoff.orders import Order, Setting, both_ends
 from kvferry.engines.handoff.result import HandoffResult, combine
 from kvferry.engines.link import ShapedLink, counted
-from kvferry.errors import KVFerryError, TransferFailed
+from kvferry.errors import InvalidInput, KVFerryError, TransferFailed
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class Session:
             job.read_text()
         folder = _folder_of(job.producer_model)
         other = folder if job.consumer_model == job.producer_model else _folder_of(job.consumer_model)
-        order = Order(replace(job, producer_model=folder, consumer_model=other), HandoffNames.new())
+        mapper = None if job.mapper is None else _place_of(job.mapper)
+        order = Order(replace(job, producer_model=folder, consumer_model=other, mapper=mapper), HandoffNames.new())
         if PRODUCER not in self._children:
             self._children[PRODUCER] = self._start(PRODUCER)
         producer = self._children[PRODUCER]
@@ -230,6 +231,16 @@ def _folder_of(name: str) -> str:
     from kvferry.hf.models import resolve
 
     return resolve(name)
+
+
+def _place_of(mapper: str) -> str:
+    """A mapper's folder, or its hub id. Raises `InvalidInput` for a path where there is no folder."""
+    path = Path(mapper).expanduser()
+    if path.is_dir():
+        return str(path.resolve())
+    if path.is_absolute() or path.exists():
+        raise InvalidInput(f"{mapper} is no folder with a mapper")
+    return mapper
 
 
 def _cause(children: dict[str, _Child], events: queue.SimpleQueue[tuple[str, dict[str, Any]]]) -> KVFerryError:
