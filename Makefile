@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 KVFERRY_DATA ?= ../shared/data
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint format bench bench-codec bench-memory bench-faults bench-fuzz results results-ship results-audit texts clean
+.PHONY: demo test lint format bench bench-codec bench-memory bench-faults bench-fuzz results results-ship results-audit results-map texts clean
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -54,13 +54,16 @@ $(BENCH_VENV)/.installed: $(STAMP)
 
 # Slow: some hours on two cores. A part that was stopped goes on where it was; `--help` of both shows how to run them
 # one by one. Beside the figures lies what they were made with.
-results: results-ship results-audit
+results: results-ship results-audit results-map
 
 results-ship: texts $(STAMP)
 	$(BIN)/python -m benchmarks.ship_results docs/results "$(KVFERRY_DATA)"
 
 results-audit: texts $(STAMP)
 	$(BIN)/python -m benchmarks.audit_results docs/results "$(KVFERRY_DATA)"
+
+results-map: texts $(STAMP)
+	$(BIN)/python -m benchmarks.map_results docs/results "$(KVFERRY_DATA)"
 
 texts:
 	@test -f "$(KVFERRY_DATA)/wikitext2/test.txt" || { \

@@ -64,6 +64,8 @@ def test_layers_at_the_ends_and_those_of_most_influence_stay() -> None:
     influence = [0.0, 0.0, 0.0, 0.5, 0.1, 0.4, 0.2, 0.3, 0.0, 0.0]
     assert choose_layers(influence, 8) == (0, 1, 2, 3, 5, 7, 8, 9)
     assert choose_layers(influence, 5) == (0, 1, 2, 8, 9)
+    with pytest.raises(InvalidInput, match="4 layers is too shallow"):
+        choose_layers(influence[:4], 3)
     for wrong in (4, 10, 0):
         with pytest.raises(InvalidInput, match=f"not {wrong}"):
             choose_layers(influence, wrong)

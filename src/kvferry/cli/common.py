@@ -171,6 +171,22 @@ def prompt_text(prompt: str | None, text: str | None, *, needed: bool = True) ->
     return prompt
 
 
+def numbers(text: str | None, what: str) -> list[float]:
+    """``"0.5,0.3"`` as numbers above 0."""
+    try:
+        found = [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError as error:
+        raise InvalidInput(f"{what} is {text!r}: give numbers with commas between them") from error
+    if not all(0 < number < math.inf for number in found):
+        raise InvalidInput(f"{what} is {text!r}: give numbers above 0")
+    return found
+
+
+def names(text: str | None) -> list[str]:
+    """``"a,b"`` as names."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
 def check_output(path: str, *inputs: str) -> None:
     """Raise `InvalidInput` where a file cannot be written, or is one of ``inputs``: before the work, not after it."""
     if not path:

@@ -29,9 +29,11 @@ COMMANDS = {
     "audit": ("kvferry.cli.audit:audit", "Measure, locate and explain what a cache differs by from recomputation."),
     "ship": ("kvferry.cli.ship:ship", "Encode a cache in fewer bytes, and decode it."),
     "handoff": ("kvferry.cli.handoff:handoff", "Prefill in one process, decode in another, and judge the result."),
+    "plan": ("kvferry.cli.plan:plan", "Say what a hand-off will weigh, to the byte, and take on a link."),
     "map": ("kvferry.cli.map:map_group", "Turn one model's cache into another's: fit, eval, gate, apply, explain."),
     "pair": ("kvferry.cli.pair:pair", "Make a smaller model whose cache can be mapped."),
     "bench": ("kvferry.cli.bench:bench", "Measure speed, beside memcpy and other codecs in the same run."),
+    "report": ("kvferry.cli.report:report", "Put results of --json on one page."),
     "lm-eval": (
         "kvferry.cli.lm_eval:lm_eval",
         "lm-evaluation-harness, on shipped or mapped caches (--model kvferry).",

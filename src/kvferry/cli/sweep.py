@@ -18,6 +18,8 @@ from kvferry.cli.common import (
     command,
     int4_option,
     model_options,
+    names,
+    numbers,
     prompt_text,
     working,
 )
@@ -30,22 +32,6 @@ if TYPE_CHECKING:
 
 POLICIES = "auto,greedy,balanced,sink_protect"
 BUDGETS = "0.52,0.4,0.28"
-
-
-def numbers(text: str | None, what: str) -> list[float]:
-    """``"0.5,0.3"`` as numbers above 0."""
-    try:
-        found = [float(part) for part in (text or "").split(",") if part.strip()]
-    except ValueError as error:
-        raise InvalidInput(f"{what} is {text!r}: give numbers with commas between them") from error
-    if not all(0 < number < math.inf for number in found):
-        raise InvalidInput(f"{what} is {text!r}: give numbers above 0")
-    return found
-
-
-def names(text: str | None) -> list[str]:
-    """``"a,b"`` as names."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 @command("ship sweep")

@@ -129,6 +129,8 @@ def choose_layers(influence: Sequence[float], keep: int) -> tuple[int, ...]:
         InvalidInput: ``keep`` is none of ``FIRST + LAST`` to one less than there are.
     """
     count = len(influence)
+    if count <= FIRST + LAST:
+        raise InvalidInput(f"a parent of {count} layers is too shallow: a child has {FIRST + LAST} of them at least")
     if not FIRST + LAST <= keep < count:
         raise InvalidInput(
             f"a child of {count} layers can have {FIRST + LAST} to {count - 1} of them, not {keep}: give --layers"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from kvferry.hf.decode import teacher_forced_steps
+from kvferry.snapshot import Snapshot
+
+_FORCED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,13 @@ class Comparison:
             top1_agreement=sum(self._same) / len(self._same),
             nonfinite=self._nonfinite,
         )
+
+
+def forced(model: Any, snapshot: Snapshot, ids: Tensor, token_ids: list[int]) -> Iterator[Tensor]:
+    """Logits that predict each of ``token_ids``, from the snapshot, float32; every run takes the same steps."""
+    whole = torch.cat([ids, torch.tensor([token_ids[:-1]], dtype=torch.int64)], dim=1)
+    for _, logits in teacher_forced_steps(model, snapshot, whole, step=_FORCED_AT_ONCE):
+        yield from logits[0].float().cpu()
 
 
 def kl_divergence(p_logits: Float[Tensor, " vocabulary"], q_logits: Float[Tensor, " vocabulary"]) -> float:

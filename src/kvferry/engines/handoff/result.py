@@ -122,10 +122,10 @@ def combine(
     local_ids, texts = produced["token_ids"], {"local": produced["text"]}
     stages = None
     if consumed["map"] is not None:
-        judged = consumed["map"]["judged"]
+        judged = consumed["map"]
         local, local_ids = judged["seconds"], judged["token_ids"]
-        texts = {"local": consumed["map"]["own_text"], "source": produced["text"]}
-        stages = stages_of(produced["packet"], seconds, consumed["map"]["crossed"], judged)
+        texts = {"local": judged["text"], "source": produced["text"]}
+        stages = stages_of(produced["packet"], seconds, judged)
     fidelity = consumed["fidelity"]
     progressive = None
     if produced["refinement"] is not None:
@@ -161,7 +161,7 @@ def combine(
 
 
 def stages_of(
-    packet: Mapping[str, Any], seconds: Mapping[str, float], crossed: Mapping[str, Any], judged: Mapping[str, Any]
+    packet: Mapping[str, Any], seconds: Mapping[str, float], judged: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """What each stage cost in bytes and time, and how far the predictions are from what would have been without it.
 
@@ -175,7 +175,7 @@ def stages_of(
     return [
         {"stage": "prefill", "bytes": 0, "seconds": seconds["prefill"], "fidelity": None},
         {"stage": "ship", "bytes": size, "seconds": sum(shipping.values()), "fidelity": judged["ship"], **shipping},
-        {"stage": "map", "bytes": 0, "seconds": seconds["map"], "fidelity": judged["map"], **crossed},
+        {"stage": "map", "bytes": 0, "seconds": seconds["map"], "fidelity": judged["map"], **judged["crossed"]},
         {"stage": "all", "bytes": size, "seconds": seconds["ttft"], "fidelity": judged["fidelity"]},
     ]
 

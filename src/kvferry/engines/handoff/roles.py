@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvferry.channel import Incoming, Outgoing, Receiver
 from kvferry.engines.handoff.clock import Stopwatch, covered, now
-from kvferry.engines.handoff.compare import Comparison, first_difference
+from kvferry.engines.handoff.compare import Comparison, first_difference, forced
 from kvferry.engines.handoff.job import HandoffJob, HandoffNames
-from kvferry.engines.handoff.mapped import Crossed, cross, forced, judge, open_mapper, send_unshipped
+from kvferry.engines.handoff.mapped import Crossing, open_mapper, send_unshipped
 from kvferry.engines.handoff.progressive import go_on, send_refinement
 from kvferry.engines.handoff.send import Say, send
 from kvferry.errors import CorruptPacket, InvalidInput
@@ -29,6 +29,7 @@ from kvferry.hf.identity import identity_of
 from kvferry.hf.models import load_model
 from kvferry.hf.observe import OBSERVABLE, QUERY_WINDOW
 from kvferry.hf.text import tokens_of
+from kvferry.map.mapper import Mapper
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.importance import SCORERS
 from kvferry.ship.policy import policy
@@ -47,24 +48,31 @@ _PROMPT_END = 300
 
 
 class Models:
-    """The model that a process has loaded: another hand-off with the same one finds it warm."""
+    """The model, and the mapper, that a process has loaded: another hand-off with the same ones finds them warm."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
         self._loaded: tuple[Any, Any] | None = None
+        self._mapper: tuple[str, Mapper] | None = None
 
     def get(self, name: str, job: HandoffJob) -> tuple[Any, Any]:
         """Model and tokenizer, loaded as ``job`` says and run once."""
         key = (name, job.dtype, job.attn, job.threads)
         torch.manual_seed(job.seed)
         if self._loaded is None or key != self._key:
-            self._loaded = None
+            self._loaded = self._mapper = None
             if job.threads is not None:
                 torch.set_num_threads(job.threads)
             model, tokenizer = load_model(name, dtype=job.dtype, attn=job.attn)
             _warm_up(model, job)
             self._key, self._loaded = key, (model, tokenizer)
         return self._loaded
+
+    def mapper(self, folder: str, model: Any) -> Mapper:
+        """The mapper in ``folder``, to ``model``, read once."""
+        if self._mapper is None or self._mapper[0] != folder:
+            self._mapper = folder, open_mapper(folder, model)
+        return self._mapper[1]
 
 
 def produce(
@@ -126,11 +134,10 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
     """Fetch, decode into place, install, generate; afterwards compare with what the producer kept."""
     say("loading")
     model, tokenizer = models.get(job.consumer_model, job)
-    mapper = None if job.mapper is None else open_mapper(job.mapper, model)
-    want = identity_of(model) if mapper is None else mapper.source
+    crossing = None if job.mapper is None else Crossing(models.mapper(job.mapper, model), model, job)
+    want = identity_of(model) if crossing is None else crossing.mapper.source
     say("waiting for the cache")
-    decoding, mapping, install, first = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
-    crossed: Crossed | None = None
+    decoding, install, first = Stopwatch(), Stopwatch(), Stopwatch()
     spans: list[tuple[int, int]] = []
     with receiver.fetch(names.cache, timeout=math.inf) as incoming:
         say("decode")
@@ -143,11 +150,9 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
                 reader.add(arrival.data)
         with decoding.running():
             snapshot = reader.snapshot()
-        if mapper is not None:
+        if crossing is not None:
             say("map")
-            with mapping.running():
-                crossed = cross(mapper, model, snapshot, job)
-            snapshot = crossed.snapshot
+            snapshot = crossing.map(snapshot)
         with install.running():
             cache = snapshot.to_cache(model)
         ids, positions, mask = _continued(snapshot, rest)
@@ -180,12 +185,12 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
     say("compare")
     with receiver.fetch(names.reference, timeout=math.inf) as incoming:
         reference = _token_list(json.loads(incoming.note), "token_ids")
-        judged = None
-        if mapper is None or crossed is None:
+        mapped = None
+        if crossing is None:
             fidelity = _compare(incoming, model, snapshot, ids, reference)
         else:
-            judged = judge(incoming, mapper, model, job, crossed, ids)
-            fidelity, reference = judged["fidelity"], judged["token_ids"]
+            mapped = crossing.judge(incoming, ids, tokenizer)
+            fidelity, reference = mapped["fidelity"], mapped["token_ids"]
         incoming.confirm()
     wire = {
         "busy": covered(spans),
@@ -201,7 +206,7 @@ def consume(models: Models, job: HandoffJob, names: HandoffNames, receiver: Rece
         "token_ids": token_ids,
         "text": tokenizer.decode(token_ids),
         "first_difference": first_difference(token_ids, reference),
-        "map": None if crossed is None else _describe(crossed, mapping, judged, tokenizer),
+        "map": mapped,
         "fidelity": fidelity,
         "traffic": traffic.to_json(),
         "process": _process(model, job),
@@ -281,17 +286,6 @@ def _compare(incoming: Incoming, model: Any, snapshot: Snapshot, ids: Tensor, to
             raise CorruptPacket(f"the producer's logits have {row.size} entries, this model's {shipped.numel()}")
         comparison.add(torch.from_numpy(row.copy()), shipped)
     return comparison.fidelity().to_json()
-
-
-def _describe(crossed: Crossed, mapping: Stopwatch, judged: dict[str, Any] | None, tokenizer: Any) -> dict[str, Any]:
-    """The mapping, for the report."""
-    assert judged is not None
-    return {
-        "watch": mapping.to_json(),
-        "crossed": {"mapped": crossed.mapped, "reasons": list(crossed.reasons), "share": crossed.share},
-        "judged": judged,
-        "own_text": tokenizer.decode(judged["token_ids"]),
-    }
 
 
 def _process(model: Any, job: HandoffJob) -> dict[str, Any]:
