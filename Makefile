@@ -85,5 +85,11 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wi
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
 
+# NIXL for the channel of that name, with or without a GPU; its tests are skipped where it is not installed. Its own list
+# of dependencies is for GPUs.
+.PHONY: nixl
+nixl: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -62,6 +62,13 @@ if TYPE_CHECKING:
     help="Between the two, a real link shaped to RATE, as in 100mbit or 1gbit; needs Linux, root and iproute2. "
     "[default: loopback]",
 )
+@click.option(
+    "--channel",
+    type=click.Choice(("socket", "nixl")),
+    default="socket",
+    show_default=True,
+    help="What moves the frames; nixl needs the package nixl.",
+)
 @int4_option
 @model_options
 def handoff(
@@ -84,6 +91,7 @@ def handoff(
     gate: bool,
     recompute_last: int,
     link: str | None,
+    channel: str,
     int4_allowed: bool | None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Prefill with MODEL in one process, decode in another, and judge the result.
@@ -124,6 +132,7 @@ def handoff(
         gate=gate,
         recompute_last=recompute_last,
         link=link,
+        channel=channel,
     )
     from kvferry.engines.handoff.run import run_handoff
 

@@ -80,6 +80,7 @@ class HandoffJob:
             else prefills the prompt itself.
         recompute_last: with a mapper: last shipped tokens that the consumer computes anew on top of the mapped ones.
         link: rate of a shaped link between the two processes, as in ``1gbit``; ``None``: the loopback interface.
+        channel: what moves the frames: ``socket``, or ``nixl`` out of the producer's memory.
     """
 
     producer_model: str
@@ -106,6 +107,7 @@ class HandoffJob:
     gate: bool = True
     recompute_last: int = 0
     link: str | None = None
+    channel: str = "socket"
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.nominal_budget is None):

@@ -24,11 +24,13 @@ class Setting:
         listen: address that the producer binds.
         own: this child's key pair; ``None`` on the loopback interface, where no keys are needed.
         peer: public key of the other child.
+        channel: ``socket``, or ``nixl``: what moves the frames.
     """
 
     listen: str = LOOPBACK
     own: KeyPair | None = field(default=None, repr=False)
     peer: bytes = b""
+    channel: str = "socket"
 
     @property
     def producer_keys(self) -> ProducerKeys | None:
@@ -42,18 +44,18 @@ class Setting:
         keys = None
         if self.own is not None:
             keys = [half.decode() for half in (self.own.public, self.own.secret, self.peer)]
-        return json.dumps({"listen": self.listen, "keys": keys})
+        return json.dumps({"listen": self.listen, "keys": keys, "channel": self.channel})
 
     @classmethod
     def from_json(cls, text: str) -> Setting:
         """Inverse of `to_json`; raises `InvalidInput` for anything else."""
         try:
             given = json.loads(text)
-            listen = str(given["listen"])
+            listen, channel = str(given["listen"]), str(given["channel"])
             if given["keys"] is None:
-                return cls(listen)
+                return cls(listen, channel=channel)
             public, secret, peer = (str(half).encode() for half in given["keys"])
-            return cls(listen, KeyPair(public, secret), peer)
+            return cls(listen, KeyPair(public, secret), peer, channel)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InvalidInput(f"this is no setting of a hand-off: {error}") from error
 

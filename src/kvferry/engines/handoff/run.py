@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _GRACE = 2.0
 """Seconds that the other process has to say what it died of, after the first one failed."""
 
+CHANNELS = ("socket", "nixl")
+
 UNSHIPPED_RUN = "the unshipped run"
 """Stage of the producer when the consumer has confirmed: what the link carried until then was for the cache."""
 
@@ -125,13 +127,19 @@ class Session:
 
     Args:
         link: rate of a shaped link between them, as in ``1gbit``; ``None``: the loopback interface.
+        channel: what moves the frames, ``socket`` or ``nixl``.
     """
 
-    def __init__(self, link: str | None = None):
+    def __init__(self, link: str | None = None, channel: str = "socket"):
+        if channel not in CHANNELS:
+            raise InvalidInput(f"unknown channel {channel!r}; there are {' and '.join(CHANNELS)}")
+        if channel == "nixl" and link is not None:
+            raise InvalidInput("a shaped link is for the socket channel: NIXL chooses its own way between processes")
         self.link = None if link is None else ShapedLink(link)
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._children: dict[str, _Child] = {}
-        self._settings = (Setting(), Setting()) if self.link is None else both_ends(self.link.host)
+        own = Setting(channel=channel)
+        self._settings = (own, own) if self.link is None else both_ends(self.link.host)
 
     def __enter__(self) -> Self:
         if self.link is not None:
@@ -216,7 +224,7 @@ def run_handoff(job: HandoffJob, on_stage: OnStage | None = None) -> HandoffResu
         UnsupportedCache: pipelined, a layer holds NaN or infinity that the packet has no place for.
         TransferFailed: a process died, the socket failed, or no shaped link can be made here.
     """
-    with Session(job.link) as session:
+    with Session(job.link, job.channel) as session:
         return session.run(job, on_stage)
 
 
