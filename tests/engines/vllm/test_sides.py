@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,21 @@ def test_a_chunk_that_cannot_be_had_for_so_little_takes_what_it_needs(tmp_path: 
     counts = engine.worker.counts.take()
     assert counts["saved_packets"] == 4
     assert 0.05 < counts["saved_bytes"] / counts["saved_full_bytes"] < 0.8
+
+
+def test_a_chunk_of_another_model_leaves_the_good_ones_before_it(tmp_path: Path) -> None:
+    """As where two models write to one store, each the chunks that the other has not."""
+    _, snapshot = captured(128)
+    _, other = captured(128, seed=1)
+    other = replace(other, token_ids=snapshot.token_ids)
+    produce(Engine(tmp_path, other.identity), other)
+    engine = Engine(tmp_path, snapshot.identity, identity="raise")
+    keys = chain(snapshot.token_ids[0].tolist(), CHUNK)
+    for key in keys[:2]:
+        engine.store.path(key, "segment").unlink()
+    produce(engine, snapshot)
+    request = Request("c", [*snapshot.token_ids[0].tolist(), 1])
+    assert engine.scheduler.matched(request, 0) == (64, True)
+    third = Engine(tmp_path, captured(128, seed=2)[1].identity, identity="raise")
+    with pytest.raises(kv.IncompatibleIdentity):
+        third.scheduler.matched(request, 0)

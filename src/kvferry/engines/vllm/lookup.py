@@ -18,7 +18,8 @@ def longest(
 ) -> tuple[Entry, ...]:
     """Entries that cover as many whole chunks from the first token on as the store can.
 
-    Each entry's header is checked against the prompt and the model; one that is damaged ends the prefix before it.
+    Each entry's header is checked against the prompt and the model; one that is damaged, or of another model behind
+    some of this one, ends the prefix before it.
 
     Args:
         store: where to look.
@@ -28,7 +29,7 @@ def longest(
         want: identity of the receiver's model.
 
     Raises:
-        IncompatibleIdentity: the store has this prefix, of another model.
+        IncompatibleIdentity: the store has this prefix, of another model, and nothing of this one before it.
     """
     run = _run(store, keys, chunk, 0, token_ids, want)
     for index in range(len(keys) - 1, len(run) - 1, -1):
@@ -46,7 +47,14 @@ def _run(
     kind: Kind = "segment"
     for index in range(first, len(keys)):
         entry = Entry(keys[index], kind, index * chunk, (index + 1) * chunk)
-        if not store.has(entry.key, kind) or not _usable(store, entry, token_ids, want):
+        try:
+            usable = store.has(entry.key, kind) and _usable(store, entry, token_ids, want)
+        except IncompatibleIdentity as error:
+            if not found:
+                raise
+            logger.warning("%s %s of the store is passed over: %s", kind, entry.key, error)
+            usable = False
+        if not usable:
             break
         found.append(entry)
     return tuple(found)
