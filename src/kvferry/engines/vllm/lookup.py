@@ -43,7 +43,7 @@ def _run(
     store: Store, keys: Sequence[str], chunk: int, first: int, token_ids: Sequence[int], want: Identity
 ) -> tuple[Entry, ...]:
     """Segments one after another from chunk ``first`` on."""
-    found = []
+    found: list[Entry] = []
     kind: Kind = "segment"
     for index in range(first, len(keys)):
         entry = Entry(keys[index], kind, index * chunk, (index + 1) * chunk)
