@@ -15,11 +15,11 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $(STAMP)
 
-# Only what runs, and no bytecode of what is never imported: who wants to see it need not wait for what tests it.
+# Only what runs: who wants to see it need not wait for what tests it.
 $(RUNS): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $(RUNS)
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
