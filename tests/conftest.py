@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: real models, loaded once a session, and the folder of evaluation texts."""
+"""Fixtures that every test may use: real models, loaded once for all tests, and the folder of evaluation texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def data_dir() -> Path:
 
 @cache
 def load(name: str, dtype: str = "bfloat16", attn: str = "sdpa") -> tuple[Any, Any]:
-    """A built-in model and its tokenizer, the same objects all session long: tests must leave them as they were."""
+    """A built-in model and its tokenizer, the same objects for all tests, which must leave them as they were."""
     from kvferry.hf.models import load_model
 
     return load_model(name, dtype=dtype, attn=attn)

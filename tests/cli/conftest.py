@@ -1,4 +1,4 @@
-"""Tiny models on disk, made once a session."""
+"""Tiny models on disk, made once for all tests."""
 
 from __future__ import annotations
 
