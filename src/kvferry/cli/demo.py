@@ -26,7 +26,7 @@ def demo(common: Common, out: str, model: str) -> tuple[dict[str, Any], Callable
     Leaves report.html and results.json in DIR.
     """
     from kvferry.cli.environment import environment
-    from kvferry.engines.handoff.run import run_handoff
+    from kvferry.engines.handoff.run import Session
     from kvferry.report.files import writable_folder
     from kvferry.report.handoff import write_report
 
@@ -35,18 +35,19 @@ def demo(common: Common, out: str, model: str) -> tuple[dict[str, Any], Callable
     dtype, attn = common.fill_defaults()
     results = []
     try:
-        for number, budget in enumerate(BUDGETS, 1):
-            job = HandoffJob(
-                producer_model=model,
-                consumer_model=model,
-                budget=budget,
-                dtype=dtype,
-                attn=attn,
-                threads=common.threads,
-                seed=common.seed,
-            )
-            with stages(f"{number}/{len(BUDGETS)}") as on_stage:
-                results.append(run_handoff(job, on_stage))
+        with Session() as session:
+            for number, budget in enumerate(BUDGETS, 1):
+                job = HandoffJob(
+                    producer_model=model,
+                    consumer_model=model,
+                    budget=budget,
+                    dtype=dtype,
+                    attn=attn,
+                    threads=common.threads,
+                    seed=common.seed,
+                )
+                with stages(f"{number}/{len(BUDGETS)}") as on_stage:
+                    results.append(session.run(job, on_stage))
     except BaseException:
         if new:
             folder.rmdir()  # made to see that it can be; nothing is in it yet
