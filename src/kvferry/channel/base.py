@@ -184,6 +184,20 @@ def check_name(handoff: str) -> str:
     return handoff
 
 
+def check_frame(handoff: str, index: int, frame: bytes | memoryview, limits: Sequence[int]) -> None:
+    """Raise `InvalidInput` unless ``frame`` may be the ``index``-th of a hand-off with these limits."""
+    if index >= len(limits):
+        raise InvalidInput(f"the hand-off {handoff} takes {len(limits)} frames, no more")
+    if len(frame) > limits[index]:
+        raise InvalidInput(f"frame {index} has {len(frame):,} bytes; it was announced as {limits[index]:,}")
+
+
+def check_complete(handoff: str, pushed: int, limits: Sequence[int], *, begun: bool) -> None:
+    """Raise `InvalidInput` where a hand-off has not begun, or frames of it are missing."""
+    if not begun or pushed < len(limits):
+        raise InvalidInput(f"{pushed} of {len(limits)} frames were pushed to {handoff}")
+
+
 def check_plan(header: bytes, limits: Sequence[int], note: bytes, max_bytes: int | None) -> int:
     """Most bytes that the hand-off can have; raises `InvalidInput` or `TooLarge`."""
     if len(limits) > MAX_FRAMES or len(note) > MAX_NOTE_BYTES:

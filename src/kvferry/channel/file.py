@@ -18,7 +18,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.channel import faults
-from kvferry.channel.base import MAX_FRAMES, Arrival, Traffic, check_name, check_plan, new_handoff_name
+from kvferry.channel.base import (
+    MAX_FRAMES,
+    Arrival,
+    Traffic,
+    check_complete,
+    check_frame,
+    check_name,
+    check_plan,
+    new_handoff_name,
+)
 from kvferry.errors import CorruptPacket, InvalidInput, TransferFailed
 
 if TYPE_CHECKING:
@@ -92,11 +101,7 @@ class FileOutgoing:
 
     def push(self, frame: bytes | memoryview) -> None:
         """Keep the next frame until `finish`."""
-        index = len(self._frames)
-        if self._header is None or index >= len(self._limits):
-            raise InvalidInput(f"the hand-off {self.handoff} takes {len(self._limits)} frames, no more")
-        if len(frame) > self._limits[index]:
-            raise InvalidInput(f"frame {index} has {len(frame):,} bytes; it was announced as {self._limits[index]:,}")
+        check_frame(self.handoff, len(self._frames), frame, self._limits)
         self._frames.append(frame)
 
     def finish(self, timeout: float = 0.0) -> Traffic:  # noqa: ARG002
@@ -104,8 +109,8 @@ class FileOutgoing:
 
         Raises `InvalidInput` where another producer has put a file of that name there meanwhile: it stays.
         """
-        if self._header is None or len(self._frames) < len(self._limits):
-            raise InvalidInput(f"{len(self._frames)} of {len(self._limits)} frames were pushed to {self.handoff}")
+        check_complete(self.handoff, len(self._frames), self._limits, begun=self._header is not None)
+        assert self._header is not None
         tensors: dict[str, bytes | memoryview] = {"header": self._header, "note": self._note}
         tensors |= {f"frames.{index}": frame for index, frame in enumerate(self._frames)}
         size = self._write(tensors, {"limits": json.dumps(list(self._limits), separators=(",", ":"))})

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from kvferry.channel.base import Arrival, Traffic, check_plan, new_handoff_name
+from kvferry.channel.base import Arrival, Traffic, check_complete, check_frame, check_plan, new_handoff_name
 from kvferry.channel.socket import (
     ConsumerKeys,
     ProducerKeys,
@@ -127,6 +127,8 @@ class NixlOutgoing:
 
     def begin(self, header: bytes, limits: Sequence[int], note: bytes = b"") -> None:
         """Publish header, size limits and note. Raises `TooLarge` beyond the sender's ``max_bytes``."""
+        if self._control.header is not None:  # what is reserved already stays
+            raise InvalidInput(f"the hand-off {self.handoff} has begun already")
         self._sender.reserve(self, check_plan(header, limits, note, None))
         packed = _NOTE.pack(_MAGIC, len(limits)) + struct.pack(f"<{len(limits)}Q", *limits) + note
         self._control.begin(header, [MAX_TICKET] * len(limits), packed)
@@ -134,19 +136,14 @@ class NixlOutgoing:
 
     def push(self, frame: bytes | memoryview) -> None:
         """Publish the next frame; it is read where it lies. Raises `TransferFailed` once the consumer has refused."""
-        index = len(self._pieces)
-        if index >= len(self._limits):
-            raise InvalidInput(f"the hand-off {self.handoff} takes {len(self._limits)} frames, no more")
-        if len(frame) > self._limits[index]:
-            raise InvalidInput(f"frame {index} has {len(frame):,} bytes; it was announced as {self._limits[index]:,}")
+        check_frame(self.handoff, len(self._pieces), frame, self._limits)
         piece = self._memory.register(np.frombuffer(frame, dtype=np.uint8))
         self._pieces.append(piece)
         self._control.push(piece.ticket())
 
     def finish(self, timeout: float) -> Traffic:
         """Return when a consumer has confirmed the whole; `TransferFailed` after ``timeout`` seconds of silence."""
-        if len(self._pieces) < len(self._limits):
-            raise InvalidInput(f"{len(self._pieces)} of {len(self._limits)} frames were pushed to {self.handoff}")
+        check_complete(self.handoff, len(self._pieces), self._limits, begun=self._control.header is not None)
         self._control.finish(timeout)
         return self.traffic
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from kvferry.channel import faults
-from kvferry.channel.base import Traffic, check_plan
+from kvferry.channel.base import Traffic, check_complete, check_frame, check_plan
 from kvferry.channel.socket import message as wire
 from kvferry.errors import InvalidInput, TransferFailed
 
@@ -98,21 +98,14 @@ class SocketOutgoing:
         """Publish the next frame. Raises `TransferFailed` once the consumer has refused."""
         with self._moved:
             self._check()
-            index = len(self.frames)
-            if self.header is None or index >= len(self._limits):
-                raise InvalidInput(f"the hand-off {self.handoff} takes {len(self._limits)} frames, no more")
-            if len(frame) > self._limits[index]:
-                raise InvalidInput(
-                    f"frame {index} has {len(frame):,} bytes; it was announced as {self._limits[index]:,}"
-                )
+            check_frame(self.handoff, len(self.frames), frame, self._limits)
             self.frames.append(frame)
         self._sender.wake()
 
     def finish(self, timeout: float) -> Traffic:
         """Return when a consumer has confirmed the whole; `TransferFailed` after ``timeout`` seconds of silence."""
         with self._moved:
-            if self.header is None or len(self.frames) < len(self._limits):
-                raise InvalidInput(f"{len(self.frames)} of {len(self._limits)} frames were pushed to {self.handoff}")
+            check_complete(self.handoff, len(self.frames), self._limits, begun=self.header is not None)
             self._wait(lambda: self.confirmed, timeout, "the consumer to confirm it")
             return Traffic(**self.counts)
 
