@@ -190,7 +190,9 @@ def test_a_mapped_cache_is_what_the_target_goes_on_from(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"codec": "zip"}, "unknown codec 'zip'; there are auto"),
+        ({"codec": "zip"}, "unknown policy 'zip'; there are auto"),
+        ({"codec": "greedy"}, "needs budgets"),
+        ({"budget": 0.5, "nominal_budget": 0.5}, "not both"),
         ({"bugdet": 0.5}, "no bugdet"),
         ({"source": "x"}, "for a mapper"),
         ({"native_prefix": 4}, "for a mapper"),

@@ -82,5 +82,5 @@ def test_turns_are_ten_a_side(page: str) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     for text in ("", "{}", "[]", '{"result": 1, "environment": {}}'):
         (tmp_path / "map-pair.json").write_text(text)
-        with pytest.raises(InvalidInput, match="no result of a study of map"):
+        with pytest.raises(InvalidInput, match="no result of a kvferry command"):
             write_map_page(tmp_path, [tmp_path / "map-pair.json"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvferry.engines.handoff.clock import at_least
 from kvferry.errors import BudgetTooSmall, InvalidInput
 from kvferry.hf.identity import identity_of
 from kvferry.hf.recompute import prefill
@@ -93,7 +94,7 @@ def packet_sizes(
         wire = None if bits_per_second is None else 8 * planned.nbytes / bits_per_second
         first = None
         if wire is not None and prefill_seconds is not None:
-            first = max(prefill_seconds, wire) + min(prefill_seconds, wire) / len(identity.layers)
+            first = at_least(prefill_seconds, wire, len(identity.layers))
         found.append(
             Size(
                 budget,

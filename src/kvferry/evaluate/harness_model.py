@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from kvferry.errors import InvalidInput
 from kvferry.evaluate.choices import EndScore, score_ends
-from kvferry.evaluate.method import Method
-from kvferry.evaluate.route import Route, check_codec
+from kvferry.evaluate.method import expand
+from kvferry.evaluate.route import Route
 from kvferry.hf.decode import continue_greedy
 from kvferry.hf.geometry import context_length, text_config
 from kvferry.hf.models import load_model
@@ -90,12 +90,13 @@ class KVFerryLM(TemplateLM):
             raise InvalidInput(f"model_args has no {', '.join(unknown)}: see kvferry.evaluate.harness_model.KVFerryLM")
         if source is not None and mapper is None:
             raise InvalidInput("a source is for a mapper: give both, or none")
-        given = [one for one in (budget, nominal_budget) if one is not None]
-        codec = codec or ("auto" if given else "full")
-        check_codec(codec)
+        if budget is not None and nominal_budget is not None:
+            raise InvalidInput("give budget or nominal_budget, not both")
+        actual, nominal = ([] if one is None else [float(one)] for one in (budget, nominal_budget))
+        codec = codec or ("auto" if actual or nominal else "full")
+        (self._method,) = expand([codec], actual, quantizers=[quantizers], nominal_budgets=nominal, scorer=scorer)
         if threads is not None:
             torch.set_num_threads(threads)
-        self._method = Method(codec, budget, nominal_budget, quantizers, scorer)
         device = _present(device)
         self._model, self.tokenizer = load_model(pretrained, dtype=dtype, attn=attn, device=device)
         self._device = self._model.device

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvferry.errors import BudgetTooSmall, InvalidInput
 from kvferry.evaluate.map_arms import source_cache
 from kvferry.evaluate.map_run import require_target, transfer
-from kvferry.evaluate.method import CONTROLS, Method, ship
+from kvferry.evaluate.method import Method, ship
 from kvferry.hf.capture import capture
 from kvferry.hf.observe import OBSERVABLE, QUERY_WINDOW
 from kvferry.map.mapper import Mapper
@@ -108,13 +108,3 @@ class Route:
         self.toll.nbytes += shipped.nbytes
         self.toll.full_bytes += shipped.full_bytes
         return shipped.snapshot
-
-
-def check_codec(codec: str) -> None:
-    """Raise `InvalidInput` for a policy that there is not; names all that are."""
-    from kvferry.ship.policy import POLICIES
-    from kvferry.ship.transform.plan import POLICY as KLT
-
-    known = ["auto", *POLICIES, KLT, *CONTROLS]
-    if codec not in known:
-        raise InvalidInput(f"unknown codec {codec!r}; there are {', '.join(known)}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InvalidInput
+from kvferry.report.tables import made_with
 from kvferry.snapshot.files import write_text
 
 Row = Mapping[str, Any]
@@ -57,7 +58,7 @@ def page(results: Mapping[str, Row]) -> str:
         "\n## Transplants and patches\n",
         _matrices(found),
         "\n## Made with\n",
-        *(f"- {name}: {_environment(content)}" for name, content in results.items()),
+        *(f"- {name}: {made_with(content['environment'])}" for name, content in results.items()),
     ]
     return "\n".join(parts) + "\n"
 
@@ -249,14 +250,6 @@ def _measure(measure: Row) -> str:
 
 def _arm(arm: Row) -> str:
     return " ".join(f"{value}" for name, value in arm.items() if name not in ("attn", "threads"))
-
-
-def _environment(content: Row) -> str:
-    given = content["environment"]
-    return (
-        f"`kvferry {' '.join(given['arguments'])}`, revision {given['git_revision']}, torch {given['torch']}, "
-        f"transformers {given['transformers']}, {given['cpu']}, {given['threads']} threads, seed {given['seed']}"
-    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

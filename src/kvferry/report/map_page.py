@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import InvalidInput
 from kvferry.report.files import writable_folder
-from kvferry.report.tables import markdown
+from kvferry.report.page import read
+from kvferry.report.tables import made_with, markdown
 from kvferry.snapshot.files import write_text
 
 Row = Mapping[str, Any]
@@ -27,7 +26,7 @@ def write_map_page(folder: Path, files: Iterable[Path]) -> str:
 
     Raises `InvalidInput` where a file is none of these.
     """
-    found = {path.stem.removeprefix("map-"): _read(path) for path in files}
+    found = {path.stem.removeprefix("map-"): read(path) for path in files}
     lines = [
         "# Mapping: another model's cache from this one's",
         "",
@@ -50,20 +49,15 @@ def write_map_page(folder: Path, files: Iterable[Path]) -> str:
         lines += ["## Turns", "", *_turns(found["turns"]["result"]), ""]
     if "gate" in found:
         lines += ["## The gate", "", *_gate(found["gate"]["result"]), ""]
-    lines += ["## Made with", "", *(f"- {name}: {_provenance(content)}" for name, content in found.items()), ""]
+    lines += [
+        "## Made with",
+        "",
+        *(f"- {name}: {made_with(content['environment'])}" for name, content in found.items()),
+        "",
+    ]
     page = writable_folder(folder) / "map.md"
     write_text(page, "\n".join(lines))
     return str(page)
-
-
-def _read(path: Path) -> Row:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        found["result"].items(), found["environment"]["arguments"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"{path} is no result of a study of map") from error
-    content: Row = found
-    return content
 
 
 def _pair(result: Row) -> list[str]:
@@ -230,11 +224,3 @@ def _brief(reasons: Sequence[str]) -> str:
 
 def _number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
-
-
-def _provenance(content: Row) -> str:
-    given = content["environment"]
-    return (
-        f"`{' '.join(map(str, given['arguments']))}`, revision {given['git_revision']}, torch {given['torch']}, "
-        f"transformers {given['transformers']}, {given['cpu']}, {given['threads']} threads, seed {given['seed']}"
-    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -13,6 +14,17 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
         "|---" * len(head) + "|",
         *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
     ]
+
+
+def made_with(environment: Mapping[str, Any]) -> str:
+    """What a result was made with, in one line of Markdown."""
+    words = " ".join(environment["arguments"])
+    command = words if words.startswith("python ") else f"kvferry {words}"
+    return (
+        f"`{command}`, revision {environment['git_revision']}, torch {environment['torch']}, "
+        f"transformers {environment['transformers']}, {environment['cpu']}, {environment['threads']} threads, "
+        f"seed {environment['seed']}"
+    )
 
 
 _SPEC = re.compile("([a-z]+)([0-9])(.*)")

@@ -11,6 +11,7 @@ from statistics import median, quantiles
 from types import TracebackType
 from typing import Any, Self
 
+from kvferry.engines.handoff.clock import at_least
 from kvferry.engines.handoff.job import HandoffJob
 from kvferry.engines.handoff.result import SECONDS, HandoffResult
 from kvferry.engines.handoff.run import Session
@@ -353,4 +354,4 @@ def _bounded(cell: Cell, rows: dict[Cell, HandoffBenchRow]) -> HandoffBenchRow:
 
 
 def _limit(prefill: float, wire: float, tail: float, layers: int) -> float:
-    return SLACK * (max(prefill, wire) + min(prefill, wire) / layers) + tail
+    return SLACK * at_least(prefill, wire, layers) + tail

@@ -37,6 +37,11 @@ class Stopwatch:
         return {"busy": self.busy, "began": self.began, "ended": self.ended}
 
 
+def at_least(prefill: float, wire: float, layers: int) -> float:
+    """Seconds that prefill and wire take when each layer goes out while the next is computed."""
+    return max(prefill, wire) + min(prefill, wire) / layers
+
+
 def covered(spans: Iterable[tuple[int, int]]) -> int:
     """Length of the union of ``(begin, end)`` spans: time during which at least one of them lasted."""
     total, reach = 0, 0
