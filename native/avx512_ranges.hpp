@@ -98,6 +98,15 @@
     return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), all);
   }
 
+  // The largest lane of each of sixteen vectors.
+  static void fold_tops(const __m512i* tops, int32_t* out) {
+    const auto larger = [](__m512i a, __m512i b) { return _mm512_max_epi32(a, b); };
+    __m512i four[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) four[i] = fold4(tops[4 * i], tops[4 * i + 1], tops[4 * i + 2], tops[4 * i + 3], larger);
+    _mm512_store_si512(out, fold16<Dtype::fp32>(four, larger));
+  }
+
   // The ranges of sixteen units of whole vectors, of two vectors most often.
   template <Dtype D>
   static void amax_batch(uint8_t* const* units, int64_t size, int32_t* out) {

@@ -50,12 +50,18 @@ inline int64_t rotated_width(const Rows& x, const Section& t) {
 struct Rotated {
   float *values, *mean;  // a row, padded; a head's mean
   uint8_t* codes;
-  float* sums;    // means: a row each for the levels of the fold
-  uint8_t* good;  // means: whether a token's row is finite
+  float* sums;  // means: a row each for the levels of the tree
   int64_t stride;
+  // Where vectors hold 64 elements, a batch of rows:
+  int64_t batch;
+  float *block, *factor, *mean_lanes;  // rotated values; a group's 1 / scale or scale / width; means in lanes' order
+  int32_t* top;                        // patterns of the groups' largest magnitudes
+  uint32_t* scale_codes;
+  uint8_t *opened, **rows, **ahead;  // codes, one byte each; where the rows are, and those to be fetched meanwhile
 };
 
-constexpr int kMostLevels = 33;  // of 2^31 tokens, and the tokens themselves
+constexpr int kMostLevels = 33;         // of 2^31 tokens, and the tokens themselves
+constexpr int64_t kBatchValues = 4096;  // 16 KiB as fp32
 
 inline size_t carve_rotated(Rotated& s, const Rows& x, const Section& t, uint8_t* base) {
   s.stride = up(rotated_width(x, t), 64) + 64;
@@ -70,7 +76,17 @@ inline size_t carve_rotated(Rotated& s, const Rows& x, const Section& t, uint8_t
   s.codes = take(s.stride);
   const bool centred = t.family == Family::cen;
   s.sums = reinterpret_cast<float*>(take(centred ? 4 * s.stride * kMostLevels : 0));
-  s.good = take(centred ? t.count : 0);
+  if (V::U != 64) return used;
+  s.batch = most<int64_t>(1, kBatchValues / most<int64_t>(1, x.dim));
+  const int64_t units = up(s.batch * t.groups, kLanes) + kLanes;
+  s.block = reinterpret_cast<float*>(take(4 * s.batch * x.dim));
+  s.factor = reinterpret_cast<float*>(take(4 * units));
+  s.mean_lanes = reinterpret_cast<float*>(take(4 * s.stride));
+  s.top = reinterpret_cast<int32_t*>(take(4 * units));
+  s.scale_codes = reinterpret_cast<uint32_t*>(take(4 * units));
+  s.opened = take(s.batch * x.dim);
+  s.rows = reinterpret_cast<uint8_t**>(take(s.batch * int64_t(sizeof(uint8_t*))));
+  s.ahead = reinterpret_cast<uint8_t**>(take(s.batch * int64_t(sizeof(uint8_t*))));
   return used;
 }
 
@@ -126,7 +142,7 @@ KVFERRY_APART void subtract(float* __restrict x, const float* __restrict mean, i
   }
 }
 
-// Of finite values.
+// A NaN or an infinity where there is one.
 KVFERRY_APART float largest_magnitude(const float* __restrict x, int64_t n) {
   int32_t best = 0;
   for (int64_t c = 0; c < n; ++c) best = most(best, int32_t(bits_of(x[c]) & 0x7FFFFFFF));
@@ -297,81 +313,20 @@ KVFERRY_APART void decode_groups(const Rows& x, const Section& t, int64_t head, 
   }
 }
 
-// Sums of the documented tree, depth first: nothing but a row a level is held. `sizes[l]` rows are left behind l foldings.
-struct Fold {
-  const Rows& x;
-  const Section& t;
-  const Rotated& s;
-  int64_t head;
-  float count;
-  bool vectors;  // rows of whole vectors
-  int64_t sizes[kMostLevels];
-};
+#include "kernels_means.hpp"
 
-KVFERRY_APART void divide_row(float* __restrict x, float count, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) x[c] = x[c] / count;
-}
+#if defined(__AVX512F__)
+#include "avx512_rotated.hpp"
+#endif
 
-KVFERRY_APART void add_row(float* __restrict x, const float* __restrict other, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) x[c] = x[c] + other[c];
-}
-
-// Row over count, put into `out` or added to it.
-template <Dtype D, bool ADD>
-KVFERRY_APART void divide_into(const uint8_t* row, float count, int64_t n, float* out) {
-  WideInts unused = {};
-  for (int64_t c = 0; c < n; c += kWide) {
-    WideFloats v = widen_lanes<D>(row + c * kItem<D>, unused) / count;
-    if constexpr (ADD) v = take_wide<WideFloats>(out + c) + v;
-    give_wide(out + c, v);
-  }
-}
-
-template <Dtype D>
-void fold(const Fold& job, int level, int64_t rank, float* out) {
-  const int64_t dim = job.x.dim;
-  if (level == 0) {
-    if (!job.s.good[rank]) {
-      __builtin_memset(out, 0, size_t(dim) * 4);
-      return;
-    }
-    if (job.vectors) return divide_into<D, false>(row_of(job.x, job.t, job.head, rank), job.count, dim, out);
-    widen_row<D>(row_of(job.x, job.t, job.head, rank), job.x.dim_stride, dim, out);
-    divide_row(out, job.count, dim);
-    return;
-  }
-  fold<D>(job, level - 1, rank, out);
-  const int64_t upper = rank + job.sizes[level];
-  if (upper >= job.sizes[level - 1]) return;
-  if (level == 1 && job.s.good[upper] && job.vectors)
-    return divide_into<D, true>(row_of(job.x, job.t, job.head, upper), job.count, dim, out);
-  float* other = job.s.sums + (level - 1) * job.s.stride;
-  fold<D>(job, level - 1, upper, other);
-  add_row(out, other, dim);
-}
-
-template <Dtype D>
-void write_means(const Rows& x, const Section& t, int64_t head, Rotated& s) {
-  int64_t finite = 0;
-  for (int64_t rank = 0; rank < t.count; ++rank) {
-    s.good[rank] = widen_row<D>(row_of(x, t, head, rank), x.dim_stride, x.dim, s.values) < Traits<D>::infinity;
-    finite += s.good[rank];
-  }
-  Fold job{x, t, s, head, float(finite > 0 ? finite : 1),
-           x.dim_stride == kItem<D> && x.dim % kWide == 0, {t.count}};
-  int level = 0;
-  for (; job.sizes[level] > 1; ++level) job.sizes[level + 1] = (job.sizes[level] + 1) / 2;
-  fold<D>(job, level, 0, s.mean);
-  narrow_row<D>(s.mean, x.dim, t.minima + head * x.dim * kItem<D>, kItem<D>);
-}
-
-// The means of a head, into the section; before any of its tokens is encoded.
-void means(const Rows& x, const Section& t, int64_t head, uint8_t* scratch) {
-  Rotated s;
-  carve_rotated(s, x, t, scratch);
-  if (x.dtype == Dtype::bf16) return write_means<Dtype::bf16>(x, t, head, s);
-  if (x.dtype == Dtype::fp16) return write_means<Dtype::fp16>(x, t, head, s);
-  return write_means<Dtype::fp32>(x, t, head, s);
+// Rows of groups of N channels, elements side by side.
+template <Dtype D, int N>
+void code_groups(bool encode, const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last, Rotated& s) {
+#if defined(__AVX512F__)
+  encode ? encode_batches<D, N>(x, t, head, first, last, s) : decode_batches<D, N>(x, t, head, first, last, s);
+#else
+  encode ? encode_groups<D, N>(x, t, head, first, last, s) : decode_groups<D, N>(x, t, head, first, last, s);
+#endif
 }
 
 template <Dtype D>
@@ -380,14 +335,9 @@ void code_rotated(bool encode, const Rows& x, const Section& t, int64_t head, in
   Rotated s;
   carve_rotated(s, x, t, scratch);
   if (x.dim_stride == kItem<D>) {
-    if (t.groups * 64 == x.dim)
-      return encode ? encode_groups<D, 64>(x, t, head, first, last, s) : decode_groups<D, 64>(x, t, head, first, last, s);
-    if (t.groups * 128 == x.dim)
-      return encode ? encode_groups<D, 128>(x, t, head, first, last, s)
-                    : decode_groups<D, 128>(x, t, head, first, last, s);
-    if (t.groups * 256 == x.dim)
-      return encode ? encode_groups<D, 256>(x, t, head, first, last, s)
-                    : decode_groups<D, 256>(x, t, head, first, last, s);
+    if (t.groups * 64 == x.dim) return code_groups<D, 64>(encode, x, t, head, first, last, s);
+    if (t.groups * 128 == x.dim) return code_groups<D, 128>(encode, x, t, head, first, last, s);
+    if (t.groups * 256 == x.dim) return code_groups<D, 256>(encode, x, t, head, first, last, s);
   }
   encode ? encode_rotated<D>(x, t, head, first, last, s) : decode_rotated<D>(x, t, head, first, last, s);
 }

@@ -90,7 +90,7 @@ void find_means(const Kernels& kernels, const Rows& x, const Section* sections, 
                 size_t scratch_bytes) {
   std::vector<const Section*> centred;
   for (int k = 0; k < n_sections; ++k)
-    if (sections[k].family == Family::cen) centred.push_back(sections + k);
+    if (sections[k].family == Family::cen && sections[k].count > 0) centred.push_back(sections + k);
   if (centred.empty()) return;
   const int64_t tasks = int64_t(centred.size()) * x.heads;
   parallel(tasks, workers, [&](TaskQueue& queue) {

@@ -97,11 +97,11 @@ def sizes(dim, group):
 def mean(rows):
     """Mean of one channel over tokens; ``rows`` holds None where a row is not finite."""
     count = F(max(1, sum(x is not None for x in rows)))
-    sums = [F(0) if x is None else x / count for x in rows]
+    sums = [F(0) if x is None else x for x in rows]
     while len(sums) > 1:
-        half = (len(sums) + 1) // 2
-        sums = [sums[i] + sums[i + half] if i + half < len(sums) else sums[i] for i in range(half)]
-    return sums[0]
+        sums = [sum(sums[i + 1 : i + 2], sums[i]) for i in range(0, len(sums), 2)]
+    found = sums[0] * (F(1) / count)
+    return F(0) if np.isnan(found) else found
 
 
 def encode(spec, x):

@@ -66,15 +66,15 @@ class Centred:
 def mean_of(rows: Float[Tensor, "heads tokens dim"]) -> Float[Tensor, "heads dim"]:
     """Mean over the tokens whose rows are finite in that head, 0 where there is none; the order of sums is fixed.
 
-    Each number is divided by the count first, so that nothing overflows; then the upper half of the tokens is added to
-    the lower half (of an odd number the middle one stays alone) until one is left.
+    Neighbours are added to each other, then neighbouring sums (a last one without a neighbour stays alone), until one is
+    left; it is multiplied by one over the count. Sums beyond fp32 of both signs have no mean: 0.
     """
     good = rows.isfinite().all(dim=2, keepdim=True)
-    count = good.sum(dim=1, keepdim=True).clamp_min(1).to(torch.float32)
-    sums = torch.where(good, rows / count, 0.0)
+    count = good.sum(dim=1).clamp_min(1).to(torch.float32)
+    sums = torch.where(good, rows, 0.0)
     while sums.shape[1] > 1:
-        half = (sums.shape[1] + 1) // 2
-        folded = sums[:, :half].clone()
-        folded[:, : sums.shape[1] - half] += sums[:, half:]
-        sums = folded
-    return sums[:, 0]
+        paired = sums.shape[1] // 2 * 2
+        added = sums[:, 0:paired:2] + sums[:, 1:paired:2]
+        sums = torch.cat((added, sums[:, paired:]), dim=1)
+    mean = sums[:, 0] * (1.0 / count)
+    return torch.where(mean.isnan(), 0.0, mean)
