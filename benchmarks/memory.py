@@ -207,11 +207,14 @@ def run_many_consume(address: str, handoffs: int) -> dict[str, Any]:
 
 
 def flat(states: list[tuple[int, int, int]], cache_bytes: int) -> dict[str, Any]:
-    """Growth from the second tenth to the last: less than one cache, and no thread or file more."""
+    """Growth from the second tenth to the last: less than one cache, and no thread or file more.
+
+    Of files and threads the fewest of a tenth count: the next peer may have come while one leaves.
+    """
     tenth = max(1, len(states) // 10)
     early, late = states[tenth : 2 * tenth], states[-tenth:]
     growth = int(statistics.median(state[0] for state in late) - statistics.median(state[0] for state in early))
-    threads, files = (max(s[i] for s in late) - max(s[i] for s in early) for i in (1, 2))
+    threads, files = (min(s[i] for s in late) - min(s[i] for s in early) for i in (1, 2))
     return {
         "handoffs": len(states),
         "cache_bytes": cache_bytes,

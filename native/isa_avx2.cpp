@@ -81,6 +81,11 @@ struct V {
     return f;
   }
 
+  template <bool SAFE>
+  static Floats centred(Floats f, int half, One scale) {
+    return minus_times(f, one(float(half)), scale);
+  }
+
   static Floats times_plus(Floats f, One factor, One low) {
     for (auto& v : f.v) v = _mm256_add_ps(low, _mm256_mul_ps(v, factor));
     return f;

@@ -90,6 +90,15 @@ struct V {
     return f;
   }
 
+  // Codes of a symmetric section as values. What is subtracted is exact, so the fused product is rounded as the plain one.
+  template <bool SAFE>
+  static Floats centred(Floats f, int half, One scale) {
+    if constexpr (SAFE) return minus_times(f, one(float(half)), scale);
+    const One offset = _mm512_mul_ps(one(-float(half)), scale);
+    for (auto& v : f.v) v = _mm512_fmadd_ps(v, scale, offset);
+    return f;
+  }
+
   static Floats times_plus(Floats f, One factor, One low) {
     for (auto& v : f.v) v = _mm512_add_ps(low, _mm512_mul_ps(v, factor));
     return f;
@@ -175,9 +184,8 @@ struct V {
 
   // Round to nearest even in the upper half of each lane; NaN stays NaN, canonical if it was.
   static __m512i round_bf16(__m512 v) {
-    const __m512i bits = _mm512_castps_si512(v);
-    const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(bits, _mm512_add_epi32(last, _mm512_set1_epi32(0x7FFF)));
+    const __m512i bits = _mm512_castps_si512(v), up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF));
+    return _mm512_mask_add_epi32(up, _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000)), up, _mm512_set1_epi32(1));
   }
 
   static void stream_row(uint8_t* to, const uint8_t* from, int64_t bytes) {

@@ -103,6 +103,11 @@ struct V {
     return f;
   }
 
+  template <bool SAFE>
+  static Floats centred(Floats f, int half, One scale) {
+    return minus_times(f, one(float(half)), scale);
+  }
+
   static Floats times_plus(Floats f, One factor, One low) {
     for (auto& v : f.v) v = low + v * factor;
     return f;

@@ -30,10 +30,10 @@ KVFERRY_APART bool open_units(const uint8_t* scale_bytes, const uint8_t* minima,
 template <Dtype D, int BITS>
 constexpr bool kLookUp = D != Dtype::fp32 && BITS <= V::kTableBits;
 
-template <Dtype D, int BITS, bool SYM>
+template <int BITS, bool SYM, bool SAFE>
 inline typename V::Floats value_block(typename V::Floats f, typename V::One low, typename V::One scale) {
   if constexpr (SYM)
-    return V::minus_times(f, V::one(float(1 << (BITS - 1))), scale);
+    return V::template centred<SAFE>(f, 1 << (BITS - 1), scale);
   else
     return V::times_plus(f, scale, low);
 }
@@ -61,7 +61,7 @@ KVFERRY_APART void fill_rows(const uint8_t* in, int64_t row_bytes, uint8_t* cons
         const auto lo = V::one(low[unit]), step = V::one(scale[unit]);
         for (; c < stop; c += V::U)
           V::template put<D, SAFE>(row + c * kItem<D>,
-                                   value_block<D, BITS, SYM>(V::template widen<D>(codes(c)), lo, step));
+                                   value_block<BITS, SYM, SAFE>(V::template widen<D>(codes(c)), lo, step));
       }
     }
   }
@@ -78,7 +78,7 @@ KVFERRY_APART void fill_short_rows(const uint8_t* in, int64_t row_bytes, uint8_t
       V::look_up(V::template make_table<D, BITS, SYM, SAFE>(low[i], scale[i]), codes, row);
     else
       V::template put<D, SAFE>(
-          row, value_block<D, BITS, SYM>(V::template widen<D>(codes), V::one(low[i]), V::one(scale[i])));
+          row, value_block<BITS, SYM, SAFE>(V::template widen<D>(codes), V::one(low[i]), V::one(scale[i])));
   }
 }
 
@@ -104,7 +104,7 @@ KVFERRY_APART void fill_rows_careful(const Scratch& s, const uint8_t* in, int64_
       const int64_t stop = least(g * size + size, dim), unit = i * groups + g;
       const auto lo = V::one(s.low[unit]), step = V::one(s.factor[unit]);
       for (int64_t c = g * size; c < stop; c += V::U) {
-        const auto v = value_block<D, BITS, SYM>(V::template widen<D>(V::load_codes(s.codes + c)), lo, step);
+        const auto v = value_block<BITS, SYM, true>(V::template widen<D>(V::load_codes(s.codes + c)), lo, step);
         if (c + V::U <= stop)
           V::template put<D, true>(row + c * kItem<D>, v);
         else

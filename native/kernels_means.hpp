@@ -21,9 +21,11 @@ inline void close_sums(const Rotated& s, int64_t rows, int64_t dim) {
 template <Dtype D>
 KVFERRY_APART bool sum_plain_rows(const Rows& x, const Section& t, int64_t head, const Rotated& s) {
   WideInts worst = {};
-  const int64_t pairs = t.count / 2;
+  const int64_t pairs = t.count / 2, ahead = most<int64_t>(2, (4 << 10) / (x.dim * kItem<D>));  // a page away
   for (int64_t pair = 0; pair < pairs; ++pair) {
     const uint8_t *one = row_of(x, t, head, 2 * pair), *other = row_of(x, t, head, 2 * pair + 1);
+    fetch(row_of(x, t, head, least(2 * pair + ahead, t.count - 1)), x.dim * kItem<D>);
+    fetch(row_of(x, t, head, least(2 * pair + ahead + 1, t.count - 1)), x.dim * kItem<D>);
     for (int64_t c = 0; c < x.dim; c += kWide) {
       WideFloats sum = widen_lanes<D>(one + c * kItem<D>, worst) + widen_lanes<D>(other + c * kItem<D>, worst);
       int level = 1;

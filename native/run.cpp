@@ -55,6 +55,8 @@ uint8_t* thread_scratch(size_t bytes) {
   return block.get();
 }
 
+int64_t least(int64_t a, int64_t b) { return b < a ? b : a; }
+
 // First rank at or after `from` whose token is at or after `token`. Looks nearby first: tiles follow each other.
 int64_t rank_at(const Section& section, int64_t token, int64_t from) {
   if (section.index == nullptr) return token < section.count ? token : section.count;
@@ -85,26 +87,23 @@ int64_t cut(const Section& section, int64_t rank) {
   return section.family == Family::chan && rank < section.count ? rank / section.group * section.group : rank;
 }
 
-// A centred section's means are of all its tokens: a pass of its own before they are encoded.
-void find_means(const Kernels& kernels, const Rows& x, const Section* sections, int n_sections, int workers,
-                size_t scratch_bytes) {
-  std::vector<const Section*> centred;
-  for (int k = 0; k < n_sections; ++k)
-    if (sections[k].family == Family::cen && sections[k].count > 0) centred.push_back(sections + k);
-  if (centred.empty()) return;
-  const int64_t tasks = int64_t(centred.size()) * x.heads;
+// A centred section's means are of all its tokens: a pass of its own over some heads before those are encoded.
+void find_means(const Kernels& kernels, const Rows& x, const std::vector<const Section*>& centred, int64_t from,
+                int64_t heads, int workers, size_t scratch_bytes) {
+  const int64_t tasks = int64_t(centred.size()) * heads;
   parallel(tasks, workers, [&](TaskQueue& queue) {
     const ExactArithmetic exact;
     uint8_t* const scratch = thread_scratch(scratch_bytes);
     for (int64_t task = queue.next(); task < tasks; task = queue.next())
-      kernels.means(x, *centred[size_t(task / x.heads)], task % x.heads, scratch);
+      kernels.means(x, *centred[size_t(task / heads)], from + task % heads, scratch);
   });
 }
 
 constexpr int64_t kLeastTile = 32 << 10;        // bytes of the tensor in one task
 constexpr int64_t kMostTile = 512 << 10;        // it and its codes stay in the second cache level
-constexpr int64_t kStreamBytes = 16 << 20;      // a target of several tiers beyond this bypasses the caches
+constexpr int64_t kStreamBytes = 16 << 20;      // a target beyond this bypasses the caches
 constexpr int64_t kBytesPerThread = 128 << 10;  // waking a thread for less does not pay
+constexpr int64_t kHeadBytes = 256 << 10;       // heads of less are not worth a round of their own
 
 }  // namespace
 
@@ -170,43 +169,52 @@ void run(const Kernels& kernels, bool encode, const Rows& x, const Section* sect
     const int64_t block = sections[0].group;
     tile = tile < block ? block : tile / block * block;
   }
-  const int64_t tiles = (length + tile - 1) / tile, tasks = tiles * x.heads;
-  // Rows of several tiers are written here and there: past the caches, which would first have to read each line.
-  const bool stream = !encode && !alone && bytes >= kStreamBytes;
+  const int64_t tiles = (length + tile - 1) / tile;
+  // What does not fit the caches is written past them: they would first have to read each line.
+  const bool stream = !encode && bytes >= kStreamBytes;
   const bool fetch = !alone && !stream && selected * 2 >= length && row >= 64 && x.dim_stride == item_bytes(x.dtype);
 
-  if (encode) find_means(kernels, x, sections, n_sections, int(workers), scratch_bytes);
-  parallel(tasks, int(workers), [&](TaskQueue& queue) {
-    const ExactArithmetic exact;
-    uint8_t* const scratch = thread_scratch(scratch_bytes);
-    std::vector<int64_t> reached(size_t(n_sections), 0);  // ranks at which the last tile ended
-    int64_t reached_token = 0;
-    for (int64_t task = queue.next(); task < tasks; task = queue.next()) {
-      const int64_t head = task / tiles, begin = task % tiles * tile;
-      const int64_t end = begin + tile < length ? begin + tile : length;
-      const bool follows = begin >= reached_token;
-      reached_token = end;
-      if (fetch) fetch_tile(x, head, begin, end);
-      for (int k = 0; k < n_sections; ++k) {
-        const Section& section = sections[k];
-        int64_t first = begin, last = end;
-        if (!alone) {
-          first = rank_at(section, begin, follows ? reached[size_t(k)] : 0);
-          last = reached[size_t(k)] = rank_at(section, end, first);
+  std::vector<const Section*> centred;
+  for (int k = 0; encode && k < n_sections; ++k)
+    if (sections[k].family == Family::cen && sections[k].count > 0) centred.push_back(sections + k);
+  // What the pass for the means has read, the encoding reads again: a few heads at a time, which the caches still hold.
+  const bool by_head = !centred.empty() && bytes / x.heads >= kHeadBytes;
+  const int64_t round = by_head ? least(workers, x.heads) : x.heads;
+  for (int64_t from = 0; from < x.heads; from += round) {
+    const int64_t heads = least(round, x.heads - from), tasks = tiles * heads;
+    if (!centred.empty()) find_means(kernels, x, centred, from, heads, int(workers), scratch_bytes);
+    parallel(tasks, int(workers), [&](TaskQueue& queue) {
+      const ExactArithmetic exact;
+      uint8_t* const scratch = thread_scratch(scratch_bytes);
+      std::vector<int64_t> reached(size_t(n_sections), 0);  // ranks at which the last tile ended
+      int64_t reached_token = 0;
+      for (int64_t task = queue.next(); task < tasks; task = queue.next()) {
+        const int64_t head = from + task / tiles, begin = task % tiles * tile;
+        const int64_t end = begin + tile < length ? begin + tile : length;
+        const bool follows = begin >= reached_token;
+        reached_token = end;
+        if (fetch) fetch_tile(x, head, begin, end);
+        for (int k = 0; k < n_sections; ++k) {
+          const Section& section = sections[k];
+          int64_t first = begin, last = end;
+          if (!alone) {
+            first = rank_at(section, begin, follows ? reached[size_t(k)] : 0);
+            last = reached[size_t(k)] = rank_at(section, end, first);
+          }
+          first = cut(section, first);
+          last = cut(section, last);
+          if (first >= last) continue;
+          if (encode)
+            kernels.encode(x, section, head, first, last, scratch);
+          else
+            kernels.decode(x, section, head, first, last, scratch, stream);
         }
-        first = cut(section, first);
-        last = cut(section, last);
-        if (first >= last) continue;
-        if (encode)
-          kernels.encode(x, section, head, first, last, scratch);
-        else
-          kernels.decode(x, section, head, first, last, scratch, stream);
       }
-    }
 #if defined(__x86_64__) || defined(__i386__)
-    if (stream) _mm_sfence();  // streaming stores are not ordered with the signal that the work is done
+      if (stream) _mm_sfence();  // streaming stores are not ordered with the signal that the work is done
 #endif
-  });
+    });
+  }
 }
 
 }  // namespace kvferry

@@ -66,8 +66,8 @@ class Centred:
 def mean_of(rows: Float[Tensor, "heads tokens dim"]) -> Float[Tensor, "heads dim"]:
     """Mean over the tokens whose rows are finite in that head, 0 where there is none; the order of sums is fixed.
 
-    Neighbours are added to each other, then neighbouring sums (a last one without a neighbour stays alone), until one is
-    left; it is multiplied by one over the count. Sums beyond fp32 of both signs have no mean: 0.
+    Neighbours are added to each other, then neighbouring sums (a last one without a neighbour stays alone), until one
+    is left; it is multiplied by one over the count. Sums beyond fp32 of both signs have no mean: 0.
     """
     good = rows.isfinite().all(dim=2, keepdim=True)
     count = good.sum(dim=1).clamp_min(1).to(torch.float32)
