@@ -1,6 +1,6 @@
 """A producer process for the tests: serves hand-offs ``h0``, ``h1``… until its input ends, then says its peak memory.
 
-``python serve.py COUNT FRAMES BYTES``; the frames' content is a function of hand-off and index.
+``python serve.py COUNT FRAMES BYTES [CHANNEL]``; the frames' content is a function of hand-off and index.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import resource
 import sys
 
-from kvferry.channel.socket import SocketSender
+from kvferry.channel import ends
 
 
 def frame(handoff: str, index: int, size: int) -> bytes:
@@ -17,8 +17,8 @@ def frame(handoff: str, index: int, size: int) -> bytes:
 
 
 def main() -> None:
-    count, frames, size = map(int, sys.argv[1:])
-    with SocketSender() as sender:
+    count, frames, size = map(int, sys.argv[1:4])
+    with ends(sys.argv[4] if len(sys.argv) > 4 else "socket")[0]() as sender:
         for number in range(count):
             outgoing = sender.announce(f"h{number}")
             outgoing.begin(outgoing.handoff.encode(), [size] * frames)

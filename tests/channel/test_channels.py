@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvferry.channel import CHANNELS, Receiver, Sender
+from kvferry.channel import CHANNELS, Receiver, Sender, ends
 from kvferry.errors import BudgetTooSmall, InvalidInput, TooLarge, TransferFailed
+from tests.channel.engines import need
 
 FRAMES = [b"", b"x", bytes(range(256)) * 300, b"last" * 20_000]
 LIMITS = [0, 5, 80_000, 80_000]
 
 
-def _load(name: str):
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 @pytest.fixture(params=sorted(CHANNELS))
-def channel(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sender, Receiver]]:
-    if request.param == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed: pip install --no-deps nixl nixl-cu12")
-    make_sender, make_receiver = map(_load, CHANNELS[request.param])
+def channel(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Sender, Receiver]]:
+    need(request.param, monkeypatch)
+    make_sender, make_receiver = ends(request.param)
     with contextlib.ExitStack() as stack:
         address = [str(tmp_path / "folder")] if request.param == "file" else []
         sender = stack.enter_context(make_sender(*address))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvferry.channel import LIVE
 from kvferry.cli import tables
 from kvferry.cli.common import FRAME_TOKENS, POLICY_HELP, Common, check_int4, command, int4_option, model_options
 from kvferry.engines.handoff.job import DEFAULT_NEW_TOKENS, DEFAULT_PROMPT_TOKENS, HandoffJob
@@ -64,10 +65,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--channel",
-    type=click.Choice(("socket", "nixl")),
+    type=click.Choice(LIVE),
     default="socket",
     show_default=True,
-    help="What moves the frames; nixl needs the package nixl.",
+    help="What moves the frames; nixl and mooncake need their packages.",
 )
 @int4_option
 @model_options

@@ -16,8 +16,7 @@ import threading
 import traceback
 from typing import Any
 
-from kvferry.channel import faults
-from kvferry.channel.socket import SocketReceiver, SocketSender
+from kvferry.channel import ends, faults
 from kvferry.engines.handoff.orders import Order, Setting
 from kvferry.errors import KVFerryError
 
@@ -65,7 +64,7 @@ def run_child(role: str, address: str | None = None) -> int:
 def _produce(setting: Setting, lines: queue.SimpleQueue[str], reports: _Reports) -> None:
     models: Any = None
     # The socket and what may be asked for there are ready before the model library is, and before anyone asks.
-    with _ends(setting)[0](setting.listen, keys=setting.producer_keys) as sender:
+    with ends(setting.channel)[0](setting.listen, keys=setting.producer_keys) as sender:
         reports.say("address", address=sender.address)
         while True:
             order = Order.from_json(lines.get())
@@ -91,17 +90,8 @@ def _consume(setting: Setting, address: str, lines: queue.SimpleQueue[str], repo
         models = models or Models()
         patience = order.job.timeout
         keys, stall = setting.consumer_keys, min(10.0, patience)
-        receiver = _ends(setting)[1](address, keys=keys, timeout=patience, stall=stall)
+        receiver = ends(setting.channel)[1](address, keys=keys, timeout=patience, stall=stall)
         reports.say("done", report=consume(models, order.job, order.names, receiver, reports.stage))
-
-
-def _ends(setting: Setting) -> tuple[Any, Any]:
-    """Classes of the channel's two ends."""
-    if setting.channel == "nixl":
-        from kvferry.channel.nixl import NixlReceiver, NixlSender
-
-        return NixlSender, NixlReceiver
-    return SocketSender, SocketReceiver
 
 
 def _read(lines: queue.SimpleQueue[str]) -> None:

@@ -80,7 +80,7 @@ class HandoffJob:
             else prefills the prompt itself.
         recompute_last: with a mapper: last shipped tokens that the consumer computes anew on top of the mapped ones.
         link: rate of a shaped link between the two processes, as in ``1gbit``; ``None``: the loopback interface.
-        channel: what moves the frames: ``socket``, or ``nixl`` out of the producer's memory.
+        channel: what moves the frames: ``socket``, or, out of the producer's memory, ``nixl`` or ``mooncake``.
     """
 
     producer_model: str

@@ -24,7 +24,7 @@ class Setting:
         listen: address that the producer binds.
         own: this child's key pair; ``None`` on the loopback interface, where no keys are needed.
         peer: public key of the other child.
-        channel: ``socket``, or ``nixl``: what moves the frames.
+        channel: one of `kvferry.channel.LIVE`: what moves the frames.
     """
 
     listen: str = LOOPBACK

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvferry.channel import faults
+from kvferry.channel import LIVE, faults
 from kvferry.engines.handoff.child import CONSUMER, PRODUCER
 from kvferry.engines.handoff.job import HandoffJob, HandoffNames
 from kvferry.engines.handoff.orders import Order, Setting, both_ends
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _GRACE = 2.0
 """Seconds that the other process has to say what it died of, after the first one failed."""
-
-CHANNELS = ("socket", "nixl")
 
 UNSHIPPED_RUN = "the unshipped run"
 """Stage of the producer when the consumer has confirmed: what the link carried until then was for the cache."""
@@ -127,14 +125,14 @@ class Session:
 
     Args:
         link: rate of a shaped link between them, as in ``1gbit``; ``None``: the loopback interface.
-        channel: what moves the frames, ``socket`` or ``nixl``.
+        channel: what moves the frames, one of `kvferry.channel.LIVE`.
     """
 
     def __init__(self, link: str | None = None, channel: str = "socket"):
-        if channel not in CHANNELS:
-            raise InvalidInput(f"unknown channel {channel!r}; there are {' and '.join(CHANNELS)}")
-        if channel == "nixl" and link is not None:
-            raise InvalidInput("a shaped link is for the socket channel: NIXL chooses its own way between processes")
+        if channel not in LIVE:
+            raise InvalidInput(f"unknown channel {channel!r}; there are {', '.join(LIVE)}")
+        if channel != "socket" and link is not None:
+            raise InvalidInput(f"a shaped link is for the socket channel: {channel} goes its own way between processes")
         self.link = None if link is None else ShapedLink(link)
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self._children: dict[str, _Child] = {}
