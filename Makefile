@@ -91,10 +91,12 @@ texts:
 .PHONY: vllm-venv test-vllm
 vllm-venv: $(VLLM_VENV)/.installed
 
-$(VLLM_VENV)/.installed: pyproject.toml constraints-vllm.txt CMakeLists.txt $(wildcard native/*)
+# kvferry itself is .venv's installation, copied: the same files on the same source tree, and nothing is compiled twice.
+$(VLLM_VENV)/.installed: constraints-vllm.txt $(STAMP)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	cp -r $(VENV)/lib/python3*/site-packages/*kvferry* $(VLLM_VENV)/lib/python3*/site-packages/
+	$(VLLM_VENV)/bin/python -c "import kvferry.engines.vllm"
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.installed
