@@ -1,8 +1,8 @@
 """The serde as LMCache knows it: a serialiser, its inverse, and the factory that makes both from an adapter's settings.
 
-LMCache 0.5.6, ``lmcache/v1/distributed/serde``. The store controller's and the prefetch controller's L2 adapter asks
-for the size, lends a buffer of it from L1, and runs both directions in threads of its own; what is raised there is
-logged with its message, and the chunks of that call count as not stored, or as missing.
+LMCache 0.5.6, ``lmcache/v1/distributed/serde``. What LMCache puts around an adapter asks for the size, lends a buffer
+of it from L1, and runs both directions in threads of its own; what is raised is logged with its message, and the chunks
+of that call count as not stored, or as missing.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from queue import Queue
 from typing import Any
 
 import pytest
-import torch
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec
 from lmcache.v1.distributed.config import parse_args
 from lmcache.v1.distributed.storage_manager import StorageManager
@@ -157,4 +156,3 @@ def errors() -> Iterator[Errors]:
     yield handler
     for name in LOGGERS:
         logging.getLogger(name).removeHandler(handler)
-    torch.set_num_threads(1)
