@@ -10,7 +10,9 @@ import pytest
 
 from kvferry.cli.main import run
 from kvferry.evaluate.kept import Int4Answer, kept_answer
+from kvferry.evaluate.probe import FOUR_BITS, LADDER
 from kvferry.hf.identity import identity_of
+from kvferry.hf.models import load_model
 
 
 def call(capfd: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
@@ -95,18 +97,18 @@ def test_wrong_uses_end_with_status_2(
 
 @pytest.mark.model
 def test_probe(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, smollm2: tuple[Any, Any]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, llama_folder: str
 ) -> None:
-    from kvferry.hf.builtin import BUILT_IN, locate
-
-    folder = locate(BUILT_IN["smollm2-135m"])
+    """What real models bear is in `tests.evaluate.test_probe`."""
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
-    arguments = ("ship", "probe", folder, "--prefix", 128, "--suffix", 64, "--prompts", 6)
+    arguments = ("ship", "probe", llama_folder, "--prefix", 128, "--suffix", 64, "--prompts", 6)
     result = call(capfd, *arguments)
     assert result.keys() >= {"int4_allowed", "quantizer", "trials", "kl", "error_rates"}
-    assert result["int4_allowed"] is True
+    assert result["int4_allowed"] == (LADDER.index(result["quantizer"]) < FOUR_BITS)
     assert result["rungs"][-1]["passed"]
     assert result["error_rates"]["alpha"] == 0.05
     assert len(list((tmp_path / "cache" / "probes").iterdir())) == 1
     assert call(capfd, *arguments) == result
-    assert kept_answer(identity_of(smollm2[0])) == Int4Answer(True, result["quantizer"])
+    identity = identity_of(load_model(llama_folder)[0])
+    allowed = result["int4_allowed"]
+    assert kept_answer(identity) == Int4Answer(allowed, result["quantizer"] if allowed else None)
