@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from kvferry.channel.base import new_handoff_name
 from kvferry.channel.socket import SocketReceiver
-from kvferry.engines.handoff import HandoffJob, run_handoff
+from kvferry.engines.handoff import HandoffJob, Session, run_handoff
 from kvferry.engines.handoff.job import HandoffNames
 from kvferry.errors import BudgetTooSmall, IncompatibleIdentity, InvalidInput, ModelUnavailable, TransferFailed
 from tests.cli import models
@@ -31,6 +32,13 @@ def source_on_path() -> None:
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
 
 
+@pytest.fixture(scope="module")
+def session(source_on_path: None) -> Iterator[Session]:
+    """Two processes for hand-offs that succeed: to start two takes longer than most of what they do here."""
+    with Session() as both:
+        yield both
+
+
 def job(model: str, **changes: object) -> HandoffJob:
     settings = {"budget": 1.0, "max_tokens": 300, "max_new": 16, "timeout": 120.0, "threads": 1, **changes}
     return HandoffJob(**{"producer_model": model, "consumer_model": model, **settings})  # type: ignore[arg-type]
@@ -38,9 +46,9 @@ def job(model: str, **changes: object) -> HandoffJob:
 
 @pytest.mark.model
 @pytest.mark.parametrize(("budget", "pipeline"), [(1.0, True), (0.52, False), (0.28, True)])
-def test_smollm2_is_handed_off_within_the_budget(budget: float, pipeline: bool) -> None:
+def test_smollm2_is_handed_off_within_the_budget(session: Session, budget: float, pipeline: bool) -> None:
     stages: list[tuple[str, str]] = []
-    result = run_handoff(
+    result = session.run(
         job("smollm2-135m", budget=budget, max_tokens=512, max_new=24, pipeline=pipeline),
         lambda role, stage: stages.append((role, stage)),
     )
@@ -66,7 +74,8 @@ def test_smollm2_is_handed_off_within_the_budget(budget: float, pipeline: bool) 
     assert seconds["ttft"] == pytest.approx(timeline["first_token"][1])
     assert seconds["ttft"] > seconds["install"] + seconds["first_token"]
     assert min(timeline["prefill"][0], timeline["encode"][0]) == 0
-    order = [timeline[part] for part in ("encode", "wire", "decode", "install", "first_token")]
+    # The last frame can be at the consumer before the producer is back from sending it: encoding has no place here.
+    order = [timeline[part] for part in ("wire", "decode", "install", "first_token")]
     assert [end for _, end in order] == sorted(end for _, end in order)
     if pipeline:  # the packet is planned, and its first layers are sent, while later ones are being prefilled
         assert timeline["wire"][0] < timeline["prefill"][1]
@@ -82,20 +91,22 @@ def test_smollm2_is_handed_off_within_the_budget(budget: float, pipeline: bool) 
     json.dumps(result.to_json(), allow_nan=False)
 
 
-def test_sliding_layers_and_split_frames_are_handed_off_exactly(gemma_folder: str, text_file: Path) -> None:
-    result = run_handoff(job(gemma_folder, text_file=str(text_file), frame_tokens=64))
+def test_sliding_layers_and_split_frames_are_handed_off_exactly(
+    session: Session, gemma_folder: str, text_file: Path
+) -> None:
+    result = session.run(job(gemma_folder, text_file=str(text_file), frame_tokens=64))
     assert result.tokens_equal
     assert result.kl_mean == 0.0
     assert result.traffic["frames"] > 3
 
 
-def test_the_least_budget_is_named_and_works(llama_folder: str) -> None:
+def test_the_least_budget_is_named_and_works(session: Session, llama_folder: str) -> None:
     with pytest.raises(BudgetTooSmall, match="least budget") as caught:
         run_handoff(job(llama_folder, budget=0.05))
     least = caught.value.least_budget
     assert caught.value.budget == 0.05
     assert 0.05 < least < 0.6
-    result = run_handoff(job(llama_folder, budget=least))
+    result = session.run(job(llama_folder, budget=least))
     assert result.packet_bytes <= least * result.full_bytes
 
 
