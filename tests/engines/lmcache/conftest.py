@@ -5,4 +5,4 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore_glob = [] if find_spec("lmcache") is not None else ["storage/*"]
+collect_ignore_glob = [] if find_spec("lmcache") is not None else ["storage", "storage/*"]
