@@ -67,7 +67,10 @@ def test_a_transform_is_made_kept_and_used(
     assert sent["report"]["transform"] == made["digest"]
     assert 0.25 < sent["budget"] <= 0.3
     assert sent["file_bytes"] <= 0.3 * sent["full_bytes"]
-    assert call(capfd, "inspect", packet)["policy"] == "klt"
+    told = call(capfd, "inspect", packet)
+    assert (told["policy"], told["layers_share_frames"]) == ("klt", True)
+    assert run(["inspect", str(packet)]) == 0
+    assert capfd.readouterr().out.count(" klt ") < 5  # the layers' shares are not known: one row for all
     came = call(capfd, "ship", "decode", packet, "-o", back)
     assert came["bytes"] == sent["bytes"]
     assert len(call(capfd, "generate", folder, "--from-cache", packet, "--max-new", 4)["token_ids"]) == 4

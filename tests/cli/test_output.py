@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from kvferry.cli.common import check_output, prompt_text
+from kvferry.cli.main import run
 from kvferry.errors import InvalidInput
 from kvferry.snapshot import Snapshot, files
 from tests.snapshot.builders import make_snapshot
@@ -35,6 +37,19 @@ def test_a_full_standard_output_is_one_line_and_a_failure(saved: Path, options: 
     assert done.returncode == 1
     assert "No space left" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_full_disk_is_told_with_the_file(
+    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    path = tmp_path / "packet"
+    assert run(["ship", "encode", str(saved), "-o", str(path), "--budget", "1"]) == 1
+    assert capfd.readouterr().err == f"kvferry: cannot write {path}: No space left on device\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_closed_standard_output_is_no_fault(saved: Path) -> None:

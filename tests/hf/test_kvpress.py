@@ -29,6 +29,11 @@ class BadShapePress:
         return keys[..., :-1, 0]
 
 
+class NanPress:
+    def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        return keys[..., 0].float() / 0.0 * 0.0
+
+
 class AngryPress:
     def score(self, module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
         raise AssertionError("the prompt is too short")
@@ -64,6 +69,8 @@ def test_the_model_is_left_as_it_was(smollm2: tuple[Any, Any]) -> None:
         press_scores(model, AngryPress(), ids_of(tokenizer, 20))
     with pytest.raises(UnsupportedCache, match="BadShapePress gave scores"):
         press_scores(model, BadShapePress(), ids_of(tokenizer, 20))
+    with pytest.raises(UnsupportedCache, match="NanPress gave NaN for tokens of layer 0"):
+        press_scores(model, NanPress(), ids_of(tokenizer, 20))
     with pytest.raises(InvalidInput, match="no score method"):
         press_scores(model, object(), ids_of(tokenizer, 20))  # type: ignore[arg-type]
     assert [name for name, _ in model.named_modules()] == names

@@ -15,6 +15,8 @@ from tests.snapshot.builders import make_snapshot
         ({"budget": 0.5, "nominal_budget": 0.5}, "not both"),
         ({"budget": 0.0}, "above 0"),
         ({"budget": float("nan")}, "above 0"),
+        ({"budget": "0.5"}, "it is a number"),
+        ({"budget": "0.5", "policy": "klt"}, "it is a number"),
         ({"nominal_budget": -1.0}, "above 0"),
         ({"budget": 0.5, "policy": "best"}, "unknown policy"),
         ({"policy": "greedy", "nominal_budget": 0.2}, "0.25"),
@@ -41,6 +43,11 @@ from tests.snapshot.builders import make_snapshot
 def test_bad_arguments(arguments, message):
     with pytest.raises(InvalidInput, match=message):
         kv.encode(make_snapshot(seq_len=50, head_dim=64), **arguments)
+
+
+def test_only_packets_are_decoded():
+    with pytest.raises(InvalidInput, match="a bytes is no Packet"):
+        kv.decode(kv.encode(make_snapshot(), 1.0).to_bytes())
 
 
 def test_a_cache_without_heads_is_refused():

@@ -75,6 +75,31 @@ def test_the_least_budget_is_granted(policy):
         kv.encode(snapshot, least * 0.97, policy)
 
 
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "auto"])
+@pytest.mark.parametrize("seq_len", [9, 40])
+def test_the_least_budget_is_the_same_whatever_was_asked(policy, seq_len):
+    snapshot = realistic(seq_len, layers=2)
+    with pytest.raises(kv.BudgetTooSmall) as caught:
+        plan(snapshot, 0.01, policy)
+    least = caught.value.least_budget
+    assert plan(snapshot, least, policy).nbytes <= least * plan(snapshot).full_bytes
+    for asked in (0.1, 0.25, 0.39, 0.41, 0.5, 0.9):
+        if asked < least:
+            with pytest.raises(kv.BudgetTooSmall) as caught:
+                plan(snapshot, asked, policy)
+            assert caught.value.least_budget == least
+        else:
+            plan(snapshot, asked, policy)
+
+
+def test_auto_says_what_each_of_its_policies_needs():
+    with pytest.raises(
+        kv.BudgetTooSmall, match=r"policy auto .* its least budget is 0\.[0-9]+ \(of optimal 0"
+    ) as caught:
+        plan(realistic(12, layers=2), 0.05)
+    assert f"{caught.value.least_budget:g}" in str(caught.value)
+
+
 def test_auto_is_exact_at_one_and_takes_the_first_that_fits(caches):
     assert plan(caches[512], 1.0).header.policy == "full"
     assert plan(caches[512]).header.policy == "full"

@@ -211,13 +211,15 @@ def test_a_failing_writer_leaves_the_old_file_and_nothing_else(tmp_path, monkeyp
     before = path.read_bytes()
 
     def fail(*args):
-        raise failure
+        raise failure if isinstance(failure, type) else OSError(*failure.args)
 
     target = {"os.fsync": (os, "fsync"), "Path.replace": (Path, "replace")}.get(place, (container, place))
     with monkeypatch.context() as patch:
         patch.setattr(*target, fail)
-        with pytest.raises(failure if isinstance(failure, type) else type(failure)):
+        with pytest.raises(failure if isinstance(failure, type) else type(failure)) as caught:
             write_container(path, "thing", {"x": torch.zeros(9)}, {})
+        if isinstance(caught.value, OSError):
+            assert caught.value.filename == str(path)  # a full disk has no name of its own
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["f"]
 

@@ -72,6 +72,7 @@ def _snapshot(path: str) -> dict[str, Any]:
 
 
 def _packet(path: str) -> dict[str, Any]:
+    from kvferry.ship.layout import WHOLE
     from kvferry.ship.packet import Packet
 
     packet = Packet.load(path)
@@ -90,6 +91,7 @@ def _packet(path: str) -> dict[str, Any]:
         "frames": len(packet.frames),
         "kinds": _kinds([str(layer.kind) for layer in packet.identity.layers]),
         "bits_by_layer": packet.bits_by_layer(),
+        "layers_share_frames": packet.header.layout.cut == WHOLE,
     }
 
 
@@ -265,6 +267,8 @@ def _show(result: dict[str, Any]) -> None:
             (str(row["layer"]), row["kind"], f"{row['bits']:.2f}", _counts(row["keys"]), _counts(row["values"]))
             for row in result["bits_by_layer"]
         ]
+        if result["layers_share_frames"]:  # what each of them takes is not known
+            rows = [("all", "", *rows[0][2:])]
         tables.show_rows(("layer", "kind", "bits", "tokens of keys", "tokens of values"), rows)
 
 

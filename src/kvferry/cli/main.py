@@ -158,6 +158,8 @@ def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, KVFerryError):
         return text
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"cannot write {error.filename}: {error.strerror}"
     return f"unexpected {type(error).__name__}: {text or 'no message'} (--debug shows where)"
 
 

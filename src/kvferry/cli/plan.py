@@ -8,8 +8,10 @@ from typing import Any
 import click
 
 from kvferry.cli import tables
-from kvferry.cli.common import POLICY_HELP, Common, command, model_options, numbers, working
+from kvferry.cli.common import Common, command, model_options, numbers, working
 from kvferry.report.tables import brief_quantizers
+
+PLANNED_HELP = "What chooses each token's bits: all but klt, which has to see the cache; a wrong name shows them."
 
 
 @command("plan")
@@ -18,7 +20,7 @@ from kvferry.report.tables import brief_quantizers
     "--tokens", type=click.IntRange(1, 2**22), default=1536, show_default=True, help="Of the prompt, shipped."
 )
 @click.option("--budgets", default="1,0.52,0.28,0.2", show_default=True, metavar="B,B", help="Of actual bytes.")
-@click.option("--policy", default="auto", show_default=True, help=POLICY_HELP)
+@click.option("--policy", default="auto", show_default=True, help=PLANNED_HELP)
 @click.option("--link", metavar="RATE", help="Rate of the link, as in 100mbit or 1gbit.")
 @click.option("--prefill-seconds", type=click.FloatRange(0, min_open=True), help="Of the prompt, where it is known.")
 @click.option("--measure", is_flag=True, help="Run the prefill here instead, three times, and take the median.")
@@ -81,6 +83,7 @@ def plan(
                 )
             )
         head = ("budget", "actual", "bytes", "policy, quantizers", "wire, simulated", "first token at the earliest")
-        tables.show_rows(head, rows)
+        known = 4 + (link is not None) + (link is not None and prefill_seconds is not None)
+        tables.show_rows(head[:known], [row[:known] for row in rows])
 
     return result, show

@@ -135,6 +135,8 @@ def _score(
         raise UnsupportedCache(
             f"{type(press).__name__} gave scores {tuple(scores.shape)} for keys {tuple(keys.shape)} of layer {index}"
         )
+    if bool(scores.isnan().any()):
+        raise UnsupportedCache(f"{type(press).__name__} gave NaN for tokens of layer {index}: they cannot be ranked")
     return scores
 
 

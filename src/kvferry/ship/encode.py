@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -92,6 +93,9 @@ def any_plan(
     **options: Any,
 ) -> EncodePlan | TransformPlan:
     """The plan of any policy; arguments as for `encode`."""
+    given: object = budget
+    if not (given is None or isinstance(given, Real)):
+        raise InvalidInput(f"budget = {budget!r}: it is a number, a fraction of the 16-bit packet")
     if policy != POLICY:
         if transform is not None:
             raise InvalidInput(f"a transform is for policy {POLICY}, not for {policy}")
@@ -167,6 +171,8 @@ def decode(
         InvalidInput: the transform that the packet names is not here.
         TooLarge: the cache would exceed ``max_bytes``.
     """
+    if not isinstance(packet, Packet):
+        raise InvalidInput(f"a {type(packet).__name__} is no Packet: read it with Packet.load or Packet.from_bytes")
     reader = PacketReader(packet.header_bytes, max_bytes=max_bytes, device=device, transform=transform)
     return read_all(reader, packet.frames)
 

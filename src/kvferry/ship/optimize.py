@@ -86,12 +86,15 @@ def default_specs(layout: Layout) -> TierSpecs:
     return TierSpecs(KEYS if long else SHORT_KEYS, VALUES)
 
 
-def ladders(identity: Identity, layout: Layout, budget: float) -> TierSpecs:
-    """What there is to choose from at a budget: rotated rows where bits are few, else what is fastest."""
-    if budget >= ROTATED_BELOW:
-        return default_specs(layout)
+def ladders(identity: Identity, layout: Layout, budget: float) -> tuple[TierSpecs, TierSpecs]:
+    """What there is to choose from at a budget, and what else where that has nothing so small.
+
+    Rotated rows where bits are few, else what is fastest. Which of them gets smaller hangs on the length of the cache.
+    """
     own = [layer for layer in identity.layers if layer.kind.name != "shared"]
-    return rotated_specs(min(layer.head_dim for layer in own), min(layer.value_head_dim for layer in own))
+    rotated = rotated_specs(min(layer.head_dim for layer in own), min(layer.value_head_dim for layer in own))
+    plain = default_specs(layout)
+    return (plain, rotated) if budget >= ROTATED_BELOW else (rotated, plain)
 
 
 def nominal_cost(allocation: Allocation) -> float:

@@ -124,7 +124,7 @@ def plan(
         return job.fit(policy, None if own_ladder else specs, budget, nominal_budget, content)
     if nominal_budget is None and (budget is None or budget >= 1):
         return job.fit("full", specs, None, None, content)
-    least: BudgetTooSmall | None = None
+    least: dict[str, float] = {}
     for name, own in AUTO:
         if own is None and (quantizers is not None or nominal_budget is not None):
             continue  # quantisers, and what stands for a tier, are the caller's to say
@@ -132,10 +132,21 @@ def plan(
             return job.fit(name, own if quantizers is None else specs, budget, nominal_budget, content)
         except BudgetTooSmall as error:
             log.info("%s", error)
-            if least is None or error.least_budget < least.least_budget:
-                least = error
-    assert least is not None
-    raise least
+            least[name] = min(error.least_budget, least.get(name, math.inf))
+    assert budget is not None
+    raise none_fits(budget, least)
+
+
+def none_fits(budget: float, least: Mapping[str, float]) -> BudgetTooSmall:
+    """The error for ``auto``, by the least budget of each policy that it tried."""
+    best = min(least, key=least.__getitem__)
+    tried = ", ".join(f"{name} {value:g}" for name, value in least.items())
+    return BudgetTooSmall(
+        f"policy auto cannot meet a budget of {budget:g} for this cache; its least budget is {least[best]:g} (of "
+        f"{tried}). Fewer bytes take more tokens, which share what each packet needs, or policy klt",
+        budget,
+        least[best],
+    )
 
 
 class _Job:
@@ -224,6 +235,17 @@ class _Job:
         )
 
     def _fit_measured(self, specs: TierSpecs | None, budget: float, content: bytes) -> EncodePlan:
+        ladders = (specs,) if specs is not None else optimize.ladders(self.snapshot.identity, self.layout, budget)
+        smallest = []
+        for ladder in ladders:
+            found = self._fit_ladder(ladder, budget, content)
+            if isinstance(found, EncodePlan):
+                return found
+            smallest.append(found)
+        raise self._too_small(MEASURED, budget, min(smallest) + self._container, capped=True)
+
+    def _fit_ladder(self, specs: TierSpecs, budget: float, content: bytes) -> EncodePlan | int:
+        """The best plan of these quantisers; the bytes of their smallest where none fits."""
         limit = math.floor(budget * self.full_bytes) - self._container
         known = kept(self.snapshot.identity) if self.sensitivity is None else self.sensitivity
         measured = optimize.measure(
@@ -231,7 +253,7 @@ class _Job:
             self.layout,
             self.mask,
             self.pinned,
-            specs or optimize.ladders(self.snapshot.identity, self.layout, budget),
+            specs,
             sensitivity=known,
             scores=self.given,
             decay=self.decay,
@@ -250,7 +272,7 @@ class _Job:
             allocation, cost, size = self._sized(measured, choice, more)
             if size.wire <= limit:
                 return self._render(MEASURED, allocation, cost, cost, more, content)
-        raise self._too_small(MEASURED, budget, least + self._container, capped=True)
+        return least
 
     def _sized(
         self, measured: optimize.Measured, choice: Choice, more: dict[str, Any]

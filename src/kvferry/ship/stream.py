@@ -8,6 +8,7 @@ layer is there: its own scores decide, within those numbers, so that no size cha
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import PacketHeader, packet_id, render_header
 from kvferry.ship.importance import SCORERS
 from kvferry.ship.layout import FrameSlot
-from kvferry.ship.plan import CHANNEL_KEYS, EncodePlan, plan
+from kvferry.ship.plan import CHANNEL_KEYS, EncodePlan, none_fits, plan
 from kvferry.ship.policy import POLICIES, RAW
 from kvferry.ship.policy.tiers import N_SINK, ranking
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -203,7 +204,12 @@ def stream_plan(
 
 def why_not(policy: str) -> str:
     """Why packets of this policy cannot be planned before their cache exists; empty where they can."""
-    return f"policy {policy} finds its step on the whole packet: it cannot be pipelined" if policy == KLT else ""
+    return (
+        f"policy {policy} finds its step on the whole packet: it can neither be pipelined nor planned before the cache "
+        "is there"
+        if policy == KLT
+        else ""
+    )
 
 
 def _auto(stand_in: Snapshot, budget: float | None, options: dict[str, Any]) -> EncodePlan:
@@ -211,16 +217,15 @@ def _auto(stand_in: Snapshot, budget: float | None, options: dict[str, Any]) -> 
     in_bytes = options.get("nominal_budget") is None
     if in_bytes and (budget is None or budget >= 1):
         return plan(stand_in, budget, "full", TEMPLATE, **options)
-    least: BudgetTooSmall | None = None
+    least: dict[str, float] = {}
     for name, specs in AUTO if in_bytes else AUTO[1:]:
         chosen = options if options.get("quantizers") is not None else {**options, "quantizers": specs}
         try:
             return plan(stand_in, budget, name, TEMPLATE, **chosen)
         except BudgetTooSmall as error:
-            if least is None or error.least_budget < least.least_budget:
-                least = error
-    assert least is not None
-    raise least
+            least[name] = min(error.least_budget, least.get(name, math.inf))
+    assert budget is not None
+    raise none_fits(budget, least)
 
 
 def stand_in_for(

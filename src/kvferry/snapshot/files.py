@@ -41,9 +41,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[FileIO]:
             yield file
             os.fsync(file.fileno())
         temporary.replace(target)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # there may be no such file yet; the error under way says why
             temporary.unlink()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = os.fspath(path)  # of a full disk the system tells no name
         raise
     _sync_folder(target.parent)
 

@@ -75,6 +75,14 @@ def errors_of(got, want):
             yield ((left.double() - right.double()).square().sum(dim=(1, 3)) / signal).sqrt()
 
 
+@pytest.mark.parametrize("level", [0, 3, -1, 1.5])
+def test_there_are_two_levels(level):
+    snapshot = unmasked(make_snapshot([FULL], seq_len=40, kv_heads=1, head_dim=16))
+    packet = kv.encode(snapshot, policy="uniform_int8")
+    with pytest.raises(InvalidInput, match="level"):
+        kv.refine(snapshot, packet).apply(packet, level=level)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_level_one_is_as_good_as_int8(dtype):
     snapshot = unmasked(make_snapshot([FULL, FULL], seq_len=200, kv_heads=2, head_dim=64, dtype=dtype))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvferry.errors import CorruptPacket
+from kvferry.errors import CorruptPacket, InvalidInput
 from kvferry.ship.frame import bytes_tensor
 from kvferry.ship.refine.message import LEVELS, RefinementHeader, open_frame, parse_header
 from kvferry.snapshot.container import naming, read_container, write_container
@@ -86,10 +86,13 @@ class Refinement:
         Raises:
             IncompatibleIdentity: another packet than the one that was refined.
             CorruptPacket, UnsupportedVersion, TooLarge: of the packet or of the refinement.
+            InvalidInput: there is no such level.
         """
         from kvferry.ship.encode import decode
         from kvferry.ship.refine.refiner import Refiner
 
+        if level not in range(1, LEVELS + 1):
+            raise InvalidInput(f"level = {level!r}: 1 … {LEVELS}")
         refiner = Refiner(packet.header_bytes, decode(packet, max_bytes=max_bytes), self.header_bytes)
         for frame in self.frames[: level * self.header.frames]:
             refiner.add(frame)
