@@ -132,5 +132,10 @@ mooncake: $(STAMP)
 	$(BIN)/python -c "import mooncake.engine" 2>/dev/null || { apt-get update -qq && apt-get install -y -qq libibverbs1; }
 	$(BIN)/python -c "import mooncake.engine"
 
+# kvpress, whose scorers rank tokens: what it needs to be imported, without the rest of its list.
+.PHONY: kvpress
+kvpress: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps kvpress==0.5.5 cachetools==8.0.2 fire==0.7.1 termcolor==3.3.0
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

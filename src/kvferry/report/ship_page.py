@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InvalidInput
 from kvferry.report.files import writable_folder
-from kvferry.report.tables import brief_quantizers, markdown
+from kvferry.report.tables import brief_quantizers, made_with, markdown
 from kvferry.snapshot.files import write_text
 
 Row = Mapping[str, Any]
@@ -24,6 +25,8 @@ TITLES = {
     "progressive": "Progressive packets",
 }
 """Sections in order, by the last part of a file's name: ``ship-MODEL-paper.json``."""
+
+_LEAST = re.compile("least budget is ([0-9.]*[0-9])")
 
 GOALS = {0.52: 0.1, 0.28: 0.15, 0.25: 0.3, 0.2: 1.0, 0.15: 0.3, 0.1: 0.5, 0.07: 1.0, 0.05: 3.0}
 """Actual budget → the rise of perplexity, in percent, that is aimed at."""
@@ -80,8 +83,10 @@ def _read(path: Path) -> Row:
 
 
 def _model(result: Row) -> str:
-    found = result["result"].get("model", {})
-    return str(found.get("model", found) if isinstance(found, Mapping) else found)
+    found = result["result"]
+    if "model" not in found:  # a study of several
+        return ", ".join(dict.fromkeys(str(row["model"]) for row in found["rows"]))
+    return str(found["model"]["model"] if isinstance(found["model"], Mapping) else found["model"])
 
 
 def _provenance(file: str, result: Row) -> list[str]:
@@ -90,11 +95,8 @@ def _provenance(file: str, result: Row) -> list[str]:
     sizes = ""
     if settings.get("windows"):
         sizes = f"; {settings['windows']} windows, prefix {settings['prefix']:,}, suffix {settings['suffix']:,}"
-    where = f"{made['cpu']}, {made['threads']} threads, {made['dtype']}, seed {made['seed']}"
-    return [
-        f"`kvferry {' '.join(made['arguments'])}` at revision {str(made['git_revision'])[:12]}; {where}; torch "
-        f"{made['torch']}, transformers {made['transformers']}{sizes} (`{file}`)."
-    ]
+    dtype = "" if made["dtype"] is None else f", {made['dtype']}"
+    return [f"Made with {made_with(made)}{dtype}{sizes} (`{file}`)."]
 
 
 def sweep_section(result: Row) -> list[str]:
@@ -106,7 +108,9 @@ def sweep_section(result: Row) -> list[str]:
         if asked["nominal_budget"] is not None:
             wanted = f"b = {asked['nominal_budget']:g}"
         if row["reason"] is not None:
-            lines.append((row["policy"], "not possible", wanted, *[""] * 6))
+            least = _LEAST.search(row["reason"])
+            why = f"not possible below {least[1]}" if least else "not possible"
+            lines.append((row["policy"], f"{asked['quantizers'] or 'its own'}: {why}", wanted, *[""] * 6))
             continue
         lines.append(
             (
@@ -163,42 +167,68 @@ def needle_section(result: Row) -> list[str]:
         lines.append(
             (
                 row["policy"],
-                brief_quantizers(row["quantizer"]),
                 f"{row['budget']:.4f}",
                 f"{needle['hits']} / {needle['n']}",
                 f"[{low:.3f}, {high:.3f}]",
             )
         )
-    return markdown(("policy", "quantiser", "budget", "found", "95%"), lines)
+    return markdown(("policy", "budget", "found", "95%"), lines)
 
 
 def parts_section(result: Row) -> list[str]:
-    """A line a variant."""
+    """A line a variant, and what a general-purpose compressor makes of the packets."""
     lines = [
         (
             row["variant"],
             f"{row['budget']:.4f}",
             _number(row["kl_mean"], ".5f"),
             _number(row["ppl_delta_pct"], "+.3f"),
-            _number(row.get("bytes_at_equal_kl"), ".3f"),
-            _number(row.get("encode_seconds"), ".2f"),
-            _number(row.get("decode_seconds"), ".2f"),
+            _interval(row["ppl_delta_ci"]),
+            _number(row["encode_seconds"], ".2f"),
+            _number(row["decode_seconds"], ".2f"),
         )
         for row in result["rows"]
     ]
-    head = ("variant", "budget", "KL", "Δ%", "bytes at equal KL, whole codec = 1", "encode s", "decode s")
-    return markdown(head, lines)
+    head = ("variant", "budget", "KL", "Δ%", "95%", "encode s", "decode s")
+    packed = result["zstd_of_packet"]
+    return [*markdown(head, lines), "", f"zstd makes {packed:.4f} of the whole codec's packets."]
+
+
+_LEVELS = (
+    ("packet", "the packet, and the refinement's header", "first_share"),
+    ("level_1", "level 1", "level_1_share"),
+    ("exact", "level 2, all bits", "total_share"),
+    ("uniform_int8", "beside it: uniform INT8", None),
+)
 
 
 def progressive_section(result: Row) -> list[str]:
-    """A line a row of the study, its own fields as columns."""
-    rows = result["rows"]
-    head = tuple(rows[0]) if rows else ()
-    return markdown(head, [tuple(_plain(row[name]) for name in head) for row in rows])
-
-
-def _plain(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    """A table a model and dtype: how good the cache is when so many bytes have come."""
+    lines: list[str] = []
+    for row in result["rows"]:
+        proof = "bit-exact" if row["bit_exact"] else "**NOT bit-exact**"
+        speed = row["gb_per_s"]
+        lines += [
+            f"{row['model']}, {row['dtype']}: {row['windows']} windows of {row['prefix']:,} + {row['suffix']} tokens; "
+            f"the last level is {proof}. GB/s of the cache, one thread: refine {speed['refine']:.3f}, level 1 "
+            f"{speed['level_1']:.3f}, level 2 {speed['level_2']:.3f}, memcpy {speed['memcpy']:.1f}.",
+            "",
+        ]
+        rows = []
+        for key, title, share in _LEVELS:
+            found = row["fidelity"][key]
+            rows.append(
+                (
+                    title,
+                    "" if share is None else f"{row[share]:.4f}",
+                    str(found["n"]),
+                    *(f"{found[name]:.5f}" for name in ("kl_mean", "kl_p50", "kl_p95", "kl_max")),
+                    f"{found['top1_agreement']:.4f}",
+                )
+            )
+        head = ("after", "share of the 16-bit packet", "tokens", "KL", "median", "p95", "largest", "top-1")
+        lines += [*markdown(head, rows), ""]
+    return lines
 
 
 def _number(value: float | None, form: str) -> str:
