@@ -71,7 +71,7 @@ def test_the_command(llama_folder: str, capfd: pytest.CaptureFixture[str]) -> No
     assert run([*given, "--prefill-seconds", "1"]) == 2
     assert run(["plan", llama_folder, "--link", "fast"]) == 2
     assert run(["plan", llama_folder, "--policy", "klt"]) == 2
-    assert "planned before the cache is there" in capfd.readouterr().err
+    assert "nor planned before the cache is there" in capfd.readouterr().err
     assert run(["plan", llama_folder, "--tokens", "64", "--budgets", "1"]) == 0
     assert "wire" not in capfd.readouterr().out
     assert run(["plan", llama_folder, "--tokens", "64", "--budgets", "1", "--link", "1gbit"]) == 0

@@ -75,6 +75,10 @@ def test_expand_makes_each_method_once() -> None:
     assert len(set(methods)) == len(methods)
     with pytest.raises(InvalidInput, match="unknown policy"):
         expand(["gready"], [0.5])
+    with pytest.raises(InvalidInput, match="names no quantisers"):
+        expand(["greedy"], [0.5], quantizers=["sym9"])
+    with pytest.raises(InvalidInput, match="unknown scorer"):
+        expand(["greedy"], [0.5], scorer="best")
     with pytest.raises(InvalidInput, match="needs budgets"):
         expand(["greedy"], [])
 

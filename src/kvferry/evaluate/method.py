@@ -128,11 +128,17 @@ def expand(
     A policy that knows one budget only (``full``, ``uniform_int8``, the controls) gets one method.
 
     Raises:
-        InvalidInput: an unknown policy, or no budget for a policy that needs one.
+        InvalidInput: an unknown policy, quantiser or scorer, or no budget for a policy that needs one.
     """
+    from kvferry.ship.allocate import TierSpecs
+    from kvferry.ship.importance import scorer_named
     from kvferry.ship.policy import POLICIES
     from kvferry.ship.transform.plan import POLICY as KLT
 
+    for specs in quantizers or ():
+        TierSpecs.make(specs)
+    if scorer is not None:
+        scorer_named(scorer)
     methods: list[Method] = []
     for name in policies:
         if name in CONTROLS or name == "full":

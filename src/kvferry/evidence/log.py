@@ -45,7 +45,9 @@ class ResultLog:
             lock = FileLock(beside, timeout=0)
             lock.acquire()
         except Timeout:
-            raise InvalidInput(f"{self.path} is being written by another process") from None
+            raise InvalidInput(
+                f"{self.path} is being written by another process: wait for it, or give another --log"
+            ) from None
         except OSError as error:
             raise InvalidInput(f"{self.path} cannot be written: {error.strerror}") from error
         self._lock = lock

@@ -99,6 +99,14 @@ SCORERS: dict[str, Scorer] = {
 }
 
 
+def scorer_named(name: str) -> Scorer:
+    """A scorer; raises `InvalidInput` for a name that there is not, and says which there are."""
+    found = SCORERS.get(name)
+    if found is None:
+        raise InvalidInput(f"unknown scorer {name!r}; there are {', '.join(SCORERS)}")
+    return found
+
+
 def default_scorer(snapshot: Snapshot) -> str:
     """``observation_window`` where the snapshot has queries, else ``kv_norm``, as in the paper."""
     return "observation_window" if has_queries(snapshot) else "kv_norm"
@@ -123,10 +131,7 @@ def layer_scores(
     Raises:
         InvalidInput: unknown scorer, a negative decay, or no queries where they are needed.
     """
-    name = scorer or default_scorer(snapshot)
-    found = SCORERS.get(name)
-    if found is None:
-        raise InvalidInput(f"unknown scorer {name!r}; there are {', '.join(SCORERS)}")
+    found = scorer_named(scorer or default_scorer(snapshot))
     rate = found.decay if decay is None else decay
     if not 0 <= rate < float("inf"):
         raise InvalidInput(f"a decay of {rate} is not a number of at least 0")

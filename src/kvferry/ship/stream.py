@@ -22,7 +22,7 @@ from kvferry.errors import BudgetTooSmall, InvalidInput, UnsupportedCache
 from kvferry.ship.allocate import Allocation, TierSpecs
 from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import PacketHeader, packet_id, render_header
-from kvferry.ship.importance import SCORERS
+from kvferry.ship.importance import scorer_named
 from kvferry.ship.layout import FrameSlot
 from kvferry.ship.plan import CHANNEL_KEYS, EncodePlan, none_fits, plan
 from kvferry.ship.policy import POLICIES, RAW
@@ -123,7 +123,7 @@ class StreamPlan:
 
     def _scores(self, layer: LayerState, bad: Tensor | None) -> Float[Tensor, "batch held"]:
         assert self.scorer is not None
-        scores = SCORERS[self.scorer].score(layer, self.template.snapshot.mask).cpu()
+        scores = scorer_named(self.scorer).score(layer, self.template.snapshot.mask).cpu()
         distance = torch.arange(layer.held - 1, -1, -1, dtype=torch.float32)
         scores = scores * torch.exp(-self.decay * distance)
         return scores if bad is None else torch.where(bad, _FIRST, scores)
@@ -180,9 +180,8 @@ def stream_plan(
         InvalidInput, BudgetTooSmall, TooLarge: as `kvferry.encode`.
     """
     own = scorer is not None and scorer != TEMPLATE
-    if scorer is not None and scorer not in SCORERS:
-        raise InvalidInput(f"unknown scorer {scorer!r}; there are {', '.join(SCORERS)}")
-    rate = decay if decay is not None else SCORERS[scorer or TEMPLATE].decay
+    named = scorer_named(scorer or TEMPLATE)
+    rate = named.decay if decay is None else decay
     if not 0 <= rate < float("inf"):
         raise InvalidInput(f"a decay of {rate} is not a number of at least 0")
     options |= {
@@ -205,7 +204,7 @@ def stream_plan(
 def why_not(policy: str) -> str:
     """Why packets of this policy cannot be planned before their cache exists; empty where they can."""
     return (
-        f"policy {policy} finds its step on the whole packet: it can neither be pipelined nor planned before the cache "
+        f"policy {policy} finds its step on the whole packet: it cannot be pipelined, nor planned before the cache "
         "is there"
         if policy == KLT
         else ""

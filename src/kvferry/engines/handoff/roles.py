@@ -31,7 +31,7 @@ from kvferry.hf.observe import OBSERVABLE, QUERY_WINDOW
 from kvferry.hf.text import tokens_of
 from kvferry.map.mapper import Mapper
 from kvferry.ship.encode import decode, encode
-from kvferry.ship.importance import SCORERS
+from kvferry.ship.importance import scorer_named
 from kvferry.ship.policy import policy
 from kvferry.ship.reader import PacketReader
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -221,8 +221,8 @@ def _check_names(job: HandoffJob) -> None:
             raise InvalidInput(f"policy {KLT} ranks and quantises by its transform: it takes no {', '.join(named)}")
     elif job.policy != "auto":
         policy(job.policy)
-    if job.scorer is not None and job.scorer not in SCORERS:
-        raise InvalidInput(f"unknown scorer {job.scorer!r}; there are {', '.join(SCORERS)}")
+    if job.scorer is not None:
+        scorer_named(job.scorer)
 
 
 def _warm_up(model: Any, job: HandoffJob) -> None:
