@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -174,6 +174,13 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+@pytest.fixture
+def started() -> Callable[[], list[int]]:
+    """This process's children that were not there before the test: others have some that it must let alone."""
+    before = set(children_of(os.getpid()))
+    return lambda: [pid for pid in children_of(os.getpid()) if pid not in before]
+
+
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -216,12 +223,12 @@ def test_no_process_outlives_the_parent(running, number: signal.Signals, status:
     assert "Traceback" not in err
 
 
-def test_an_interrupt_in_the_middle_leaves_no_process(llama_folder: str) -> None:
+def test_an_interrupt_in_the_middle_leaves_no_process(llama_folder: str, started: Callable[[], list[int]]) -> None:
     seen: list[int] = []
 
     def interrupt(role: str, stage: str) -> None:
         if stage == "prefill":
-            seen.extend(children_of(os.getpid()))
+            seen.extend(started())
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -230,12 +237,14 @@ def test_an_interrupt_in_the_middle_leaves_no_process(llama_folder: str) -> None
     assert not any(map(alive, seen))
 
 
-def test_a_producer_killed_while_the_consumer_generates_is_named(llama_folder: str) -> None:
+def test_a_producer_killed_while_the_consumer_generates_is_named(
+    llama_folder: str, started: Callable[[], list[int]]
+) -> None:
     seen: list[int] = []
 
     def kill(role: str, stage: str) -> None:
         if stage == "generate":
-            seen.extend(children_of(os.getpid()))
+            seen.extend(started())
             os.kill(min(seen), signal.SIGKILL)
 
     with pytest.raises(TransferFailed, match="the producer process was killed by SIGKILL"):
@@ -263,7 +272,9 @@ def test_generating_for_longer_than_the_timeout_is_no_failure(tmp_path: Path) ->
     assert result.tokens_equal
 
 
-def test_a_stranger_on_this_machine_cannot_fetch_the_prompt(llama_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_on_this_machine_cannot_fetch_the_prompt(
+    llama_folder: str, monkeypatch: pytest.MonkeyPatch, started: Callable[[], list[int]]
+) -> None:
     """The address can be seen by every local user; the names are in no argument and no environment."""
     names: list[HandoffNames] = []
     told: list[str] = []
@@ -274,7 +285,7 @@ def test_a_stranger_on_this_machine_cannot_fetch_the_prompt(llama_folder: str, m
 
     def look(role: str, stage: str) -> None:
         if (role, stage) == ("consumer", "generate"):
-            for pid in children_of(os.getpid()):
+            for pid in started():
                 told.extend(Path(f"/proc/{pid}/{what}").read_bytes().decode() for what in ("cmdline", "environ"))
             address = re.search(r"tcp://127\.0\.0\.1:\d+", "".join(told))
             assert address is not None
