@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvferry as kv
 from kvferry.hf.compat import cache_argument
@@ -46,6 +47,28 @@ def test_queries_reproduce_the_attention_that_was_paid(name: str, construction: 
         torch.testing.assert_close(
             attention_of(queries, source.keys)[:, :, -1], _renormalised(paid[index][:, :, -1, -held:])
         )
+
+
+@pytest.mark.parametrize("attn", ["eager", "sdpa"])
+def test_a_library_may_wrap_what_is_registered(attn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvpress does, at import, and hands the dropout on by its place."""
+    model, ids = tiny.llama(attn=attn), tiny.prompt(1, 12)
+    name = f"kvferry_observed_{attn}"
+    inner = ALL_ATTENTION_FUNCTIONS[name]
+
+    def wrapper(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, **kwargs: Any) -> Any:
+        return inner(module, query, key, value, attention_mask, dropout, **kwargs)
+
+    want = kv.capture(model, ids, query_window=4)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, wrapper)
+    got = kv.capture(model, ids, query_window=4)
+    for one, other in zip(want.layers, got.layers, strict=True):
+        assert one.queries is not None
+        assert other.queries is not None
+        assert torch.equal(one.queries, other.queries)
+        assert one.keys is not None
+        assert other.keys is not None
+        assert torch.equal(bits(one.keys), bits(other.keys))
 
 
 def _renormalised(weights: torch.Tensor) -> torch.Tensor:

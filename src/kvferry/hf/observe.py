@@ -110,7 +110,8 @@ def _watching(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        *args: Any,
+        dropout: float = 0.0,  # by its place from libraries that wrap registered functions, as kvpress does
+        *,
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
@@ -118,7 +119,7 @@ def _watching(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         if recorder is not None:
             recorder.add(_layer_index(module), query, query.shape[-1] ** -0.5 if scaling is None else scaling)
         output: tuple[Tensor, Tensor | None] = _plain(module, name)(
-            module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output
 
