@@ -134,15 +134,15 @@ def plan(
             log.info("%s", error)
             least[name] = min(error.least_budget, least.get(name, math.inf))
     assert budget is not None
-    raise none_fits(budget, least)
+    raise none_fits(budget, least, job.why_raw)
 
 
-def none_fits(budget: float, least: Mapping[str, float]) -> BudgetTooSmall:
-    """The error for ``auto``, by the least budget of each policy that it tried."""
+def none_fits(budget: float, least: Mapping[str, float], why: str = "") -> BudgetTooSmall:
+    """The error for ``auto``, by the least budget of each policy that it tried; ``why`` says what is in the way."""
     best = min(least, key=least.__getitem__)
     tried = ", ".join(f"{name} {value:g}" for name, value in least.items())
     return BudgetTooSmall(
-        f"policy auto cannot meet a budget of {budget:g} for this cache; its least budget is {least[best]:g} (of "
+        f"policy auto cannot meet a budget of {budget:g} for this cache{why}; its least budget is {least[best]:g} (of "
         f"{tried}). Fewer bytes take more tokens, which share what each packet needs, or policy klt",
         budget,
         least[best],
@@ -221,15 +221,20 @@ class _Job:
             raise self._too_small(name, budget, min(sizes.values()), capped=chosen.most == 1)
         return self._finish(name, specs, found, content)
 
+    @property
+    def why_raw(self) -> str:
+        """What keeps tokens from being quantised; empty where nothing does."""
+        pinned = int(self.pinned.sum())
+        return f" ({pinned} tokens hold NaN or infinity and must go raw)" if pinned else ""
+
     def _too_small(self, name: str, budget: float, nbytes: int, *, capped: bool) -> BudgetTooSmall:
         """The error for a policy whose smallest packet has so many bytes."""
         least = sizing.round_budget(nbytes, self.full_bytes)
         if capped:
             least = min(least, 1.0)  # from there on all goes raw, whatever a file adds
-        pinned = int(self.pinned.sum())
-        why = f" ({pinned} tokens hold NaN or infinity and must go raw)" if pinned else ""
         return BudgetTooSmall(
-            f"policy {name} cannot meet a budget of {budget:g} for this cache{why}; its least budget is {least:g}",
+            f"policy {name} cannot meet a budget of {budget:g} for this cache{self.why_raw}; its least budget is "
+            f"{least:g}",
             budget,
             least,
         )
