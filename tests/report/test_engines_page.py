@@ -106,3 +106,6 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "engines-vllm.json").write_text("[]")
     with pytest.raises(InvalidInput, match="no result of a kvferry command"):
         write_engines_page(tmp_path, [tmp_path / "engines-vllm.json"])
+    record.write(tmp_path / "engines-vllm.json", "ship sweep", {"rows": []}, seed=0)
+    with pytest.raises(InvalidInput, match="no result of a study of engines"):
+        write_engines_page(tmp_path, [tmp_path / "engines-vllm.json"])

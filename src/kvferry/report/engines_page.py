@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvferry.errors import InvalidInput
 from kvferry.report.files import writable_folder
 from kvferry.report.page import read
 from kvferry.report.tables import made_with, markdown
@@ -33,8 +34,9 @@ def write_engines_page(folder: Path, files: Iterable[Path]) -> str:
     ]
     for name, content in found.items():
         section = _SECTIONS.get(str(content["command"]))
-        if section is not None and content["result"] is not None:
-            lines += [*section(content["result"]), f"Made with {made_with(content['environment'])} (`{name}`).", ""]
+        if section is None or content["result"] is None:
+            raise InvalidInput(f"engines-{name}.json is no result of a study of engines, or one that failed")
+        lines += [*section(content["result"]), f"Made with {made_with(content['environment'])} (`{name}`).", ""]
     page = writable_folder(folder) / "engines.md"
     write_text(page, "\n".join(lines))
     return str(page)

@@ -53,7 +53,7 @@ def write_ship_page(folder: Path, files: Iterable[Path]) -> list[str]:
         "*budget* is actual: bytes of the packet, header, maps, scales and checksums in, over those of the packet with",
         "every token at 16 bit. *Δ%*: change of the perplexity of the suffix, scored through the cached decode path,",
         "against the 16-bit cache; in brackets its 95% interval (bootstrap over windows). *KL*: mean to the 16-bit",
-        "cache's predictions, nats a token. *top-1*: same most likely token.",
+        "cache's predictions, nats a token; *largest*: of one token. *top-1*: same most likely token.",
         "",
     ]
     for name, title in TITLES.items():
@@ -110,7 +110,7 @@ def sweep_section(result: Row) -> list[str]:
         if row["reason"] is not None:
             least = _LEAST.search(row["reason"])
             why = f"not possible below {least[1]}" if least else "not possible"
-            lines.append((row["policy"], f"{asked['quantizers'] or 'its own'}: {why}", wanted, *[""] * 6))
+            lines.append((row["policy"], f"{asked['quantizers'] or 'its own'}: {why}", wanted, *[""] * 7))
             continue
         lines.append(
             (
@@ -122,10 +122,11 @@ def sweep_section(result: Row) -> list[str]:
                 _number(row["ppl_delta_pct"], "+.3f"),
                 _interval(row["ppl_delta_ci"]),
                 _number(row["kl_mean"], ".5f"),
+                _number(row["kl_max"], ".3f"),
                 _number(row["top1_agreement"], ".4f"),
             )
         )
-    head = ("policy", "quantiser (keys / values)", "asked", "budget", "ppl", "Δ%", "95%", "KL", "top-1")
+    head = ("policy", "quantiser (keys / values)", "asked", "budget", "ppl", "Δ%", "95%", "KL", "largest", "top-1")
     return [*markdown(head, lines), *goal_lines(result["rows"])]
 
 

@@ -9,6 +9,9 @@ from typing import Any
 from kvferry.errors import InvalidInput
 from kvferry.ship.quantize import quantizer
 
+NAME = "kvferry"
+"""What an adapter's settings call the serde."""
+
 RAW = "raw"
 
 

@@ -23,11 +23,8 @@ from torch import Tensor
 
 from kvferry.engines.lmcache import codec
 from kvferry.engines.lmcache.chunk import ChunkShape
-from kvferry.engines.lmcache.config import SerdeConfig
+from kvferry.engines.lmcache.config import NAME, SerdeConfig
 from kvferry.errors import InvalidInput, TooLarge
-
-NAME = "kvferry"
-"""What an adapter's settings call the serde."""
 
 _registering = threading.Lock()
 
