@@ -10,6 +10,7 @@ A new way to move bytes is a class with the methods of `Sender` and one with tho
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -101,6 +102,28 @@ class Outgoing(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; after an exception abort with it first."""
+
+
+class Offered(ABC):
+    """What ``with`` does for every `Outgoing`."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """See `Outgoing`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """See `Outgoing`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.abort(error)
+        self.close()
 
 
 class Sender(Protocol):

@@ -14,13 +14,13 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from kvferry.channel import faults
 from kvferry.channel.base import (
     MAX_FRAMES,
     Arrival,
+    Offered,
     Traffic,
     check_complete,
     check_frame,
@@ -72,7 +72,7 @@ class FileSender:
         self.close()
 
 
-class FileOutgoing:
+class FileOutgoing(Offered):
     """One hand-off on its way to disk; see `kvferry.channel.base.Outgoing`."""
 
     def __init__(self, handoff: str, path: Path):
@@ -128,16 +128,6 @@ class FileOutgoing:
     def close(self) -> None:
         """Free the frames."""
         self._frames.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
 
     def _write(self, tensors: dict[str, Any], metadata: dict[str, str]) -> int:
         from kvferry.snapshot.container import write_container

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import xxhash
 
-from kvferry.channel.base import Arrival, Traffic, check_complete, check_frame, check_plan
+from kvferry.channel.base import Arrival, Offered, Traffic, check_complete, check_frame, check_plan
 from kvferry.channel.socket import (
     ConsumerKeys,
     ProducerKeys,
@@ -128,7 +128,7 @@ class TicketSender:
             self._reserved.pop(offer, None)
 
 
-class TicketOutgoing:
+class TicketOutgoing(Offered):
     """One hand-off on offer; see `kvferry.channel.base.Outgoing`. Made by `TicketSender.announce`."""
 
     def __init__(self, sender: TicketSender, control: SocketOutgoing, engine: Engine):
@@ -180,16 +180,6 @@ class TicketOutgoing:
         self._sender.forget(self)
         for piece in self._pieces:
             piece.free()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
 
 
 class TicketReceiver:

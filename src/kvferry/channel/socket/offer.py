@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from kvferry.channel import faults
-from kvferry.channel.base import Traffic, check_complete, check_frame, check_plan
+from kvferry.channel.base import Offered, Traffic, check_complete, check_frame, check_plan
 from kvferry.channel.socket import message as wire
 from kvferry.errors import InvalidInput, TransferFailed
 
@@ -45,7 +44,7 @@ class Peer:
         self.told = 0.0
 
 
-class SocketOutgoing:
+class SocketOutgoing(Offered):
     """One hand-off on offer; see `kvferry.channel.base.Outgoing`. Made by `SocketSender.announce`."""
 
     def __init__(self, sender: Server, handoff: str):
@@ -118,16 +117,6 @@ class SocketOutgoing:
     def close(self) -> None:
         """Forget the hand-off and its frames; a consumer that still asks is told so."""
         self._sender.forget(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.abort(error)
-        self.close()
 
     def _check(self) -> None:
         if self.refusal is not None:
