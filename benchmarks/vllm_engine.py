@@ -45,6 +45,7 @@ class Job:
         extra: its settings.
         connector: its name; by default kvferry's.
         failure_policy: of failed loads.
+        environment: variables to set before the engine starts.
     """
 
     model: str
@@ -58,6 +59,7 @@ class Job:
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "KVFerryConnector"
     failure_policy: str = "recompute"
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ def run(job: Job) -> Answers:
 
 
 def _child(job: Job, connection: Connection) -> None:
+    os.environ.update(job.environment)
     try:
         answers = _serve(job)
     except Exception as error:  # whatever stops the engine is what the test is told

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-import kvferry as kv
 from kvferry.cli.main import run
 from kvferry.engines.handoff import HandoffJob, HandoffResult, Session, run_handoff
 from kvferry.errors import IncompatibleIdentity, InvalidInput
-from kvferry.evaluate.map_fit import FitSettings
-from kvferry.evaluate.map_gate import CHECKED, accept
-from kvferry.hf.text import default_text
-from kvferry.map.gate import Measured, record_path
+from kvferry.evaluate.map_gate import CHECKED
+from kvferry.map.gate import record_path
 from tests.cli.models import environment
 from tests.map import builders
 
@@ -27,13 +23,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Two models of a family and a mapper from one to the other, on disk; a cache folder with nothing in it."""
     os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
     folder = tmp_path_factory.mktemp("mapped")
-    source, target, tokenizer = builders.saved_pair(folder)
-    settings = FitSettings(sequences=25, length=200, stride=1)
-    mapper = kv.fit(source, target, default_text()[:20_000], top_k=2, settings=settings)
-    mapper.save_pretrained(folder / "mapper")
-    judged = accept(mapper, source, target, tokenizer, default_text()[:20_000], windows=2)
-    good = Measured(100, True, 0.99, 0.01, 0.99, 0.9, 0.8, 5.0)  # the pair is too small to make much of a context
-    record = replace(judged, measured=good, reasons=())
+    *_, record = builders.judged_pair(folder)
     record.save(folder / "cache" / "gates" / record_path(record.mapper, record.target[0]).name)
     return {name: str(folder / name) for name in ("source", "target", "mapper", "cache")}
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from kvferry.evaluate.map_fit import FitSettings, fit
+from kvferry.evaluate.map_gate import accept
 from kvferry.hf.capture import capture
 from kvferry.hf.identity import identity_of
 from kvferry.hf.models import load_model
 from kvferry.hf.rotary import rotaries_of
+from kvferry.hf.text import default_text
 from kvferry.map.calibration import Calibration
 from kvferry.map.fit import fit_linear
+from kvferry.map.gate import Acceptance, Measured
 from kvferry.map.mapper import Mapper, Recipe
 from kvferry.snapshot import Identity, Snapshot
 from tests.cli import models
@@ -49,12 +53,25 @@ def without_layer(model: Any, dropped: int, **changes: Any) -> Any:
     return child
 
 
-def saved_pair(folder: Path) -> tuple[Any, Any, Any]:
+def saved_pair(folder: Path, **changes: Any) -> tuple[Any, Any, Any]:
     """A source, the same without its third layer as the target, and their tokenizer, loaded as a user loads them."""
-    source = llama()
-    paths = models.save(source, folder / "source"), models.save(without_layer(source, 2), folder / "target")
+    source = llama(**changes)
+    child = without_layer(source, 2, **changes)
+    paths = models.save(source, folder / "source"), models.save(child, folder / "target")
     loaded, tokenizer = load_model(paths[0], dtype="float32")
     return loaded, load_model(paths[1], dtype="float32")[0], tokenizer
+
+
+def judged_pair(folder: Path, **changes: Any) -> tuple[Any, Any, Mapper, Acceptance]:
+    """`saved_pair`, and a mapper in ``folder / "mapper"`` with a record that lets it pass, which is yet to be saved."""
+    source, target, tokenizer = saved_pair(folder, **changes)
+    settings = FitSettings(sequences=25, length=200, stride=1)
+    text = default_text()[:20_000]
+    mapper = fit(source, target, text, top_k=2, settings=settings)
+    mapper.save_pretrained(folder / "mapper")
+    judged = accept(mapper, source, target, tokenizer, text, windows=2)
+    good = Measured(100, True, 0.99, 0.01, 0.99, 0.9, 0.8, 5.0)  # the pair is too small to make much of a context
+    return source, target, mapper, replace(judged, measured=good, reasons=())
 
 
 def identity(model: Any) -> Identity:

@@ -16,7 +16,7 @@ from kvferry.evaluate.attention import attention_cosine
 from kvferry.evaluate.map_arms import Arm
 from kvferry.evaluate.map_eval import MapEvalSettings, evaluate_mapper
 from kvferry.evaluate.map_fit import with_tokenizer
-from kvferry.evaluate.map_run import transfer
+from kvferry.evaluate.map_run import Transfer, transfer
 from kvferry.hf.capture import capture
 from kvferry.hf.identity import identity_of
 from kvferry.map.gate import Acceptance, Floors, Measured, kept, objections, too_native, weights_of
@@ -195,17 +195,61 @@ def guarded_transfer(
         reasons = known.against(mapper, identity, bar)
     if not reasons:
         try:
-            own = _first_tokens(mapper, target, source, checked)
-            found = check(mapper.map(source), own, mapper.recipe.native_prefix, mapper.target_rotaries)
-            reasons = _too_far(found, bar)
-            if not reasons:
-                done = transfer(mapper, target, source, native_prefix=checked, recompute_last=recompute_last)
+            identity.require_compatible(mapper.target, "this model is not the mapper's target")
+            looked = checked_transfer(mapper, target, source, bar, checked=checked, recompute_last=recompute_last)
+            done, found, reasons = looked.transfer, looked.check, looked.reasons
+            if done is not None:
                 return Guarded(done.snapshot, True, (), found, done.share)
         except (IncompatibleIdentity, UnsupportedCache, InvalidInput) as error:
             reasons = (str(error),)
     mask = source.mask if not bool(source.mask.all()) else None
     own = capture(target, source.token_ids, attention_mask=mask)
     return Guarded(own, False, reasons, found, 1.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """What `checked_transfer` gives.
+
+    Attributes:
+        transfer: ``None`` where the mapped cache fell short.
+        check: what was found on it.
+        reasons: why it fell short.
+    """
+
+    transfer: Transfer | None
+    check: Check
+    reasons: tuple[str, ...]
+
+
+def checked_transfer(
+    mapper: Mapper,
+    target: PreTrainedModel,
+    source: Snapshot,
+    floors: Floors,
+    *,
+    checked: int = CHECKED,
+    recompute_last: int = 0,
+) -> Checked:
+    """The second half of the gate: one mapped cache against the target's own first tokens.
+
+    For who has held the receiver's record on the mapper against the models and the floors (`Acceptance.against`); the
+    target is not asked again whether it is the mapper's. Arguments as of `guarded_transfer`.
+
+    Raises:
+        InvalidInput: more than one sequence, padding, or fewer than twice ``checked`` tokens.
+        UnsupportedCache: a layer no longer holds the first tokens.
+    """
+    own = _first_tokens(mapper, target, source, checked)
+    mapped = mapper.map(source)
+    found = check(mapped, own, mapper.recipe.native_prefix, mapper.target_rotaries)
+    reasons = _too_far(found, floors)
+    if reasons:
+        return Checked(None, found, reasons)
+    done = transfer(
+        mapper, target, source, native_prefix=checked, recompute_last=recompute_last, mapped=mapped, check=False
+    )
+    return Checked(done, found, ())
 
 
 def _first_tokens(mapper: Mapper, target: PreTrainedModel, source: Snapshot, checked: int) -> Snapshot:

@@ -47,6 +47,7 @@ def transfer(
     native_prefix: int | None = None,
     recompute_last: int = 0,
     recompute_tokens: Sequence[int] | Int[Tensor, " chosen"] = (),
+    mapped: Snapshot | None = None,
     check: bool = True,
 ) -> Transfer:
     """The target's cache of the tokens of ``source``: mapped, then completed by the target.
@@ -59,6 +60,7 @@ def transfer(
             mapper was fitted for. All of them: the target's own cache, exactly.
         recompute_last: last tokens that the target computes anew on top of the mapped cache.
         recompute_tokens: others, by index.
+        mapped: what ``mapper`` made of ``source`` already; its storage is written to.
         check: require that ``target`` is the mapper's, by its weights. Without it only `Snapshot.to_cache` does, when
             the cache is taken up.
 
@@ -73,8 +75,8 @@ def transfer(
     if check:
         require_target(mapper, target)
     began = time.perf_counter()
-    made = mapper.map(source)
-    mapped = time.perf_counter()
+    made = mapper.map(source) if mapped is None else mapped
+    placed = time.perf_counter()
     if first:
         made = _with_native(made, target, first)
     native = time.perf_counter()
@@ -85,7 +87,7 @@ def transfer(
         made = recompute(target, made, sorted(chosen), check=False)
     done = time.perf_counter()
     computed = min(length, first) + len(chosen)
-    seconds = {"map": mapped - began, "native": native - mapped, "recompute": done - native}
+    seconds = {"map": placed - began, "native": native - placed, "recompute": done - native}
     return Transfer(made, computed, computed / length, seconds)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.crossing import Crossing
 from kvferry.engines.vllm.layout import PageShape, StridedLayout, candidates
 from kvferry.engines.vllm.pages import Pages
 from kvferry.engines.vllm.scheduler import SchedulerSide
@@ -54,14 +55,29 @@ class Engine:
         load: bool = True,
         save: bool = True,
         in_background: bool = False,
+        crossing: Crossing | None = None,
         **settings: Any,
     ):
         when = "background" if in_background else "sync"
         self.config = ConnectorConfig.parse({"store": str(folder), "chunk_tokens": CHUNK, "save": when, **settings})
         self.store = FolderStore(folder)
-        self.scheduler = SchedulerSide(self.config, self.store, identity, BLOCK, load=load, save=save)
+        wanted = identity if crossing is None else crossing.source
+        self.scheduler = SchedulerSide(self.config, self.store, wanted, BLOCK, load=load, save=save)
         self.pages = make_pages(identity)
-        self.worker = WorkerSide(self.config, self.store, identity, self.pages)
+        self.worker = WorkerSide(self.config, self.store, identity, self.pages, crossing)
+
+
+def consume(engine: Engine, request: Request, computed: int = 0, first: int = 5) -> tuple[int, list[int]]:
+    """Let an engine take up a prompt; tokens found, and pages of the prompt in order."""
+    engine.scheduler.admit(request)
+    found, background = engine.scheduler.matched(request, computed)
+    blocks = list(range(first, first + len(request.prompt_token_ids) // BLOCK + 1))
+    engine.scheduler.allocated(request, blocks, found)
+    jobs = engine.scheduler.step([], lambda _: blocks)
+    engine.worker.start(jobs)
+    if background:
+        engine.worker.close()
+    return found, blocks
 
 
 def make_pages(identity: Identity, blocks: int = 16) -> Pages:

@@ -31,6 +31,10 @@ def test_settings_are_read() -> None:
         ({"chunk_tokens": 0}, "chunk_tokens = 0"),
         ({"chunk_tokens": 1.5}, r"chunk_tokens = 1\.5"),
         ({"namespace": 1}, "namespace"),
+        ({"mapper": 3}, "mapper = 3"),
+        ({"mapper": "/there", "gate": 1}, "gate = 1"),
+        ({"mapper": "/there", "floors": 0.3}, "floors that are no object"),
+        ({"gate": False}, "a gate but no mapper"),
     ],
 )
 def test_wrong_settings_are_refused(extra: dict[str, Any] | None, message: str) -> None:

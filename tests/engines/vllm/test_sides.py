@@ -13,7 +13,7 @@ import kvferry as kv
 from kvferry.engines.vllm.chain import chain
 from kvferry.engines.vllm.jobs import StepJobs
 from kvferry.engines.vllm.store import FolderStore
-from tests.engines.vllm.builders import BLOCK, CHUNK, Engine, Request, captured, pairs_of
+from tests.engines.vllm.builders import BLOCK, CHUNK, Engine, Request, captured, consume, pairs_of
 
 
 def produce(engine: Engine, snapshot: kv.Snapshot, name: str = "p", steps: list[int] | None = None) -> StepJobs:
@@ -32,19 +32,6 @@ def produce(engine: Engine, snapshot: kv.Snapshot, name: str = "p", steps: list[
         engine.worker.finish(jobs)
     engine.scheduler.finished(request)
     return jobs
-
-
-def consume(engine: Engine, request: Request, computed: int = 0, first: int = 5) -> tuple[int, list[int]]:
-    """Let an engine take up a prompt; tokens found, and pages of the prompt in order."""
-    engine.scheduler.admit(request)
-    found, background = engine.scheduler.matched(request, computed)
-    blocks = list(range(first, first + len(request.prompt_token_ids) // BLOCK + 1))
-    engine.scheduler.allocated(request, blocks, found)
-    jobs = engine.scheduler.step([], lambda _: blocks)
-    engine.worker.start(jobs)
-    if background:
-        engine.worker.close()
-    return found, blocks
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.errors import InvalidInput
@@ -38,6 +38,11 @@ class ConnectorConfig:
         chunk_tokens: tokens a packet, a multiple of the engine's block size; ``None``: see `LEAST_CHUNK`.
         namespace: prompts of different namespaces never meet.
         max_bytes: most bytes of keys and values that one packet may decode to.
+        mapper: folder or hub id of a `kvferry.Mapper`, for a consumer that serves another model than the producer:
+            packets of the mapper's source are taken, and mapped. ``None``: packets of the engine's own model are.
+        gate: with a mapper: whether it serves only where a kept record of ``kvferry map gate`` allows it, and a prompt
+            only where a look at its first tokens does.
+        floors: of the gate, by the names of `kvferry.map.gate.Floors`, where they are not the default ones.
     """
 
     store: str
@@ -49,6 +54,9 @@ class ConnectorConfig:
     chunk_tokens: int | None = None
     namespace: str = ""
     max_bytes: int = 4 << 30
+    mapper: str | None = None
+    gate: bool = True
+    floors: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorConfig:
@@ -80,6 +88,15 @@ class ConnectorConfig:
                 raise _wrong(f"has {name} = {number!r}: a positive integer is possible")
         if not isinstance(given.get("namespace", ""), str):
             raise _wrong("has a namespace that is no text")
+        mapper = given.get("mapper")
+        if mapper is not None and (not isinstance(mapper, str) or not mapper):
+            raise _wrong(f"has mapper = {mapper!r}: a folder or a hub id is possible")
+        if not isinstance(given.get("gate", True), bool):
+            raise _wrong(f"has gate = {given['gate']!r}: true and false are possible")
+        if not isinstance(given.get("floors", {}), Mapping):
+            raise _wrong("has floors that are no object: {'kl': 0.3}")
+        if mapper is None and ("gate" in given or "floors" in given):
+            raise _wrong("has a gate but no mapper: packets of the engine's own model pass none")
         return cls(**{**given, "budget": float(budget)})
 
     def chunk(self, block_size: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.crossing import crossing_of
 from kvferry.engines.vllm.layout import Layout, PageShape, probe
 from kvferry.engines.vllm.metadata import FailedLoads, StepMetadata
 from kvferry.engines.vllm.metrics import FerryPromMetrics, FerryStats
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 class KVFerryConnector(KVConnectorBase_V1):
     """Keys and values of prompts as kvferry packets, saved by a producer and loaded by a consumer.
 
-    Settings are in ``kv_connector_extra_config``; see `ConnectorConfig`. Raises `InvalidInput` for wrong settings and
-    `UnsupportedCache` for engines that it cannot serve, when the engine starts.
+    Settings are in ``kv_connector_extra_config``; see `ConnectorConfig`. Raises, when the engine starts, `InvalidInput`
+    for wrong settings, `UnsupportedCache` for engines that it cannot serve, and what `crossing_of` does.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
@@ -36,16 +37,22 @@ class KVFerryConnector(KVConnectorBase_V1):
         self._config = ConnectorConfig.parse(transfer.kv_connector_extra_config)
         require_supported(vllm_config, kv_cache_config)
         self._block = engine_block_size(kv_cache_config)
-        self._config.chunk(self._block)
         self._store = FolderStore(self._config.store)
         self._identity = engine_identity(vllm_config)
+        self._crossing = crossing_of(
+            self._config,
+            self._identity,
+            self._config.chunk(self._block),
+            produces=transfer.is_kv_producer,
+            failure_policy=transfer.kv_load_failure_policy,
+        )
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 self._config,
                 self._store,
-                self._identity,
+                self._identity if self._crossing is None else self._crossing.source,
                 self._block,
                 load=transfer.is_kv_consumer,
                 save=transfer.is_kv_producer,
@@ -127,7 +134,9 @@ class KVFerryConnector(KVConnectorBase_V1):
                 logger.info("pages of %s are arranged as %r", name, layouts[kind].name)
             found.append(layouts[kind])
         pages = Pages(self._block, tuple(cache for _, cache in named), tuple(found))
-        self._worker = WorkerSide(self._config, self._store, self._identity, pages)
+        if self._crossing is not None:
+            self._crossing.load_target(str(self._vllm_config.model_config.model), self._identity.dtype)
+        self._worker = WorkerSide(self._config, self._store, self._identity, pages, self._crossing)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """See `KVConnectorBase_V1`."""

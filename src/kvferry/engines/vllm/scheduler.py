@@ -29,7 +29,7 @@ class SchedulerSide:
     Args:
         config: see there.
         store: where packets rest.
-        identity: of the engine's model.
+        identity: of the model whose packets are taken and made.
         block_size: tokens a page.
         load: whether this engine takes packets (a consumer).
         save: whether it makes them (a producer).

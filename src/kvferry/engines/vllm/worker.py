@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.crossing import Crossing
 from kvferry.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from kvferry.engines.vllm.pages import Pages
 from kvferry.engines.vllm.segments import make_segment
@@ -37,10 +38,19 @@ class WorkerSide:
         store: where packets rest.
         identity: of the engine's model.
         pages: the engine's cache.
+        crossing: from another model's packets, if that is what the store holds.
     """
 
-    def __init__(self, config: ConnectorConfig, store: Store, identity: Identity, pages: Pages):
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        store: Store,
+        identity: Identity,
+        pages: Pages,
+        crossing: Crossing | None = None,
+    ):
         self._config, self._store, self._identity, self._pages = config, store, identity, pages
+        self._crossing = crossing
         self._loaders = ThreadPoolExecutor(1, "kvferry-load")
         self._savers = ThreadPoolExecutor(1, "kvferry-save")
         self._room = threading.BoundedSemaphore(PENDING_SAVES)
@@ -126,12 +136,17 @@ class WorkerSide:
         with self.counts.timed("read_ms"):
             try:
                 packet = self._store.get(entry.key, entry.kind)
-                check_entry(packet.header, entry, job.token_ids, self._identity)
+                want = self._identity if self._crossing is None else self._crossing.source
+                check_entry(packet.header, entry, job.token_ids, want)
             except CorruptPacket:
                 self._store.discard(entry.key, entry.kind)
                 raise
         with self.counts.timed("decode_ms"):
             snapshot = decode(packet, max_bytes=self._config.max_bytes)
+        if self._crossing is not None:
+            with self.counts.timed("map_ms"):
+                snapshot = self._crossing.map(snapshot)
+            self.counts.add("mapped_tokens", snapshot.seq_len)
         with self.counts.timed("install_ms"):
             first = (start - job.start) // self._pages.block
             count = (entry.stop - start) // self._pages.block

@@ -1,0 +1,136 @@
+"""A consumer of another model than the producer's: its packets are mapped on their way into the pages.
+
+The engine computes a prompt from wherever its cache ends, so it cannot prefill the first tokens by itself once the
+store has them. The target's checkpoint is therefore loaded a second time, by Transformers, on the CPU: it prefills the
+first tokens of a prompt, on which the gate looks at what was mapped, and which stay its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from kvferry.engines.vllm.config import ConnectorConfig
+from kvferry.engines.vllm.segments import require_held
+from kvferry.errors import InvalidInput, UnsupportedCache
+from kvferry.evaluate.map_gate import CHECKED, checked_transfer
+from kvferry.evaluate.map_run import transfer
+from kvferry.hf.models import load_model
+from kvferry.map.gate import Floors, kept
+from kvferry.map.mapper import Mapper
+from kvferry.snapshot import Identity, Snapshot
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def crossing_of(
+    config: ConnectorConfig, engine: Identity, chunk: int, *, produces: bool, failure_policy: str
+) -> Crossing | None:
+    """The crossing that the settings ask for; ``None`` where there is no mapper among them.
+
+    Args:
+        config: the settings.
+        engine: identity of the engine's model.
+        chunk: tokens of a chunk.
+        produces: whether the engine saves chunks, too.
+        failure_policy: vLLM's, for loads that fail.
+
+    Raises:
+        InvalidInput: settings that do not go together, a gate that stays shut, or no such mapper.
+        IncompatibleIdentity: the mapper is for another model.
+        UnsupportedCache: a layer of the engine's model slides over less than a chunk.
+        CorruptPacket, UnsupportedVersion: as `Mapper.from_pretrained`.
+    """
+    if config.mapper is None:
+        return None
+    if produces:
+        raise InvalidInput(
+            "kv_connector_extra_config has a mapper: such an engine takes another model's packets, and its own would "
+            "take their place in the store; use kv_role kv_consumer"
+        )
+    if failure_policy != "recompute":
+        raise InvalidInput(
+            f"kv_load_failure_policy is {failure_policy!r}: a prompt whose mapped cache the gate declines would end in "
+            "an error; use 'recompute'"
+        )
+    mapper = _open(config.mapper)
+    engine.require_compatible(mapper.target, "the engine's model is not the mapper's target")
+    for index, geometry in enumerate(mapper.target.layers):
+        require_held(index, geometry.kind.held(chunk), chunk)
+    floors = _floors(config.floors) if config.gate else None
+    if floors is not None:
+        least = 2 * CHECKED
+        if chunk < least:
+            raise InvalidInput(
+                f"chunks of {chunk} tokens: the gate needs at least {least} to judge a prompt's first one by; choose "
+                "more chunk_tokens on both sides"
+            )
+        record = kept(mapper, mapper.target)
+        reasons: Sequence[str] = (
+            ("nobody has judged this mapper for this model here: run 'kvferry map gate'",)
+            if record is None
+            else record.against(mapper, mapper.target, floors)
+        )
+        if reasons:
+            raise InvalidInput(f"the gate before {config.mapper} stays shut: {'; '.join(reasons)}")
+    return Crossing(mapper, floors)
+
+
+class Crossing:
+    """Maps the source's segments to the engine's model.
+
+    Args:
+        mapper: from the producer's model to the engine's.
+        floors: of the receiver, by which the first tokens of each prompt are judged; ``None``: without a gate.
+    """
+
+    def __init__(self, mapper: Mapper, floors: Floors | None):
+        self.mapper, self._floors = mapper, floors
+        self._target: PreTrainedModel | None = None
+
+    @property
+    def source(self) -> Identity:
+        """Of the model whose packets are taken."""
+        return self.mapper.source
+
+    def load_target(self, model: str, dtype: str) -> None:
+        """Load the engine's model for the first tokens of prompts; not needed by the scheduler's side.
+
+        Args:
+            model: folder or hub id, as the engine has it.
+            dtype: the engine's.
+        """
+        if self._floors is not None or self.mapper.recipe.native_prefix:
+            self._target, _ = load_model(model, dtype=dtype)
+
+    def map(self, segment: Snapshot) -> Snapshot:
+        """The target's keys and values of a segment's tokens.
+
+        Raises:
+            UnsupportedCache: the gate declines what was mapped; says why.
+            InvalidInput: too few tokens for the gate to judge by.
+        """
+        if int(segment.positions[0, 0]):
+            return self.mapper.map(segment)  # what the first tokens were judged by stands for these, too
+        if self._target is None:
+            return self.mapper.map(segment)
+        if self._floors is None:
+            return transfer(self.mapper, self._target, segment, check=False).snapshot
+        looked = checked_transfer(self.mapper, self._target, segment, self._floors)
+        if looked.transfer is None:
+            raise UnsupportedCache(f"the gate declines the mapped cache: {'; '.join(looked.reasons)}")
+        return looked.transfer.snapshot
+
+
+@lru_cache(maxsize=2)  # both sides of a connector may live in one process
+def _open(mapper: str) -> Mapper:
+    return Mapper.from_pretrained(mapper)
+
+
+def _floors(given: Mapping[str, Any]) -> Floors:
+    try:
+        return Floors(**given)
+    except TypeError as error:
+        raise InvalidInput(f"kv_connector_extra_config has floors = {dict(given)!r}: {error}") from error
