@@ -78,7 +78,7 @@ results-audit: texts $(STAMP)
 results-map: texts $(STAMP)
 	$(BIN)/python -m benchmarks.map_results docs/results "$(KVFERRY_DATA)"
 
-results-engines: texts $(STAMP) $(VLLM_VENV)/.installed
+results-engines: texts $(STAMP) vllm-nixl
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm_results smollm2-135m --work build/vllm-results \
 	  --text "$(KVFERRY_DATA)/wikitext2/test.txt" --json docs/results/engines-vllm.json
 	$(BIN)/python -m benchmarks.harness_results smollm2-135m "$(KVFERRY_DATA)" --json docs/results/engines-harness.json
@@ -101,6 +101,11 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt $(STAMP)
 	cp -r $(VENV)/lib/python3*/site-packages/*kvferry* $(VLLM_VENV)/lib/python3*/site-packages/
 	$(VLLM_VENV)/bin/python -c "import kvferry.engines.vllm"
 	@touch $@
+
+# For a row of results-engines only: vLLM's own connector over NIXL.
+.PHONY: vllm-nixl
+vllm-nixl: $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 
 test-vllm: $(VLLM_VENV)/.installed
 	$(VLLM_VENV)/bin/python -m pytest tests/engines/vllm

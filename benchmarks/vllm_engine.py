@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,6 +48,7 @@ class Job:
         connector: its name; by default kvferry's.
         failure_policy: of failed loads.
         environment: variables to set before the engine starts.
+        transfer: for each prompt what a connector is told of it (``kv_transfer_params``); none by default.
     """
 
     model: str
@@ -60,6 +63,7 @@ class Job:
     connector: str = "KVFerryConnector"
     failure_policy: str = "recompute"
     environment: dict[str, str] = field(default_factory=dict)
+    transfer: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class Answers:
     """What came of it: for each prompt its tokens, why they ended, cached prompt tokens, and log probabilities.
 
     ``first_token`` are seconds from a prompt's arrival to its first token, ``seconds`` those of each batch,
-    ``counters`` those of the engine's Prometheus page, and ``error``, as data, is what stopped it.
+    ``counters`` those of the engine's Prometheus page (of histograms the sums), ``transfer`` what a connector tells
+    the next engine of each prompt, and ``error``, as data, is what stopped it.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -77,6 +82,7 @@ class Answers:
     first_token: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
+    transfer: list[dict[str, Any] | None] = field(default_factory=list)
     error: dict[str, Any] | None = None
 
     def count(self, name: str) -> float:
@@ -86,6 +92,13 @@ class Answers:
 
 def run(job: Job) -> Answers:
     """Serve a job in a fresh process."""
+    with served(job) as answers:
+        return answers
+
+
+@contextmanager
+def served(job: Job) -> Iterator[Answers]:
+    """Serve a job in a fresh process; the engine stays up, with what its connector offers, until the block is left."""
     os.environ.update(ENVIRONMENT)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -97,28 +110,33 @@ def run(job: Job) -> Answers:
         if not mine.poll(TIMEOUT):
             raise TimeoutError(f"the engine gave no answer in {TIMEOUT:g} s")
         answers: Answers = mine.recv()
+        if answers.error is not None:
+            raise revive(answers.error)
+        yield answers
     except EOFError as error:
         process.join()
         raise RuntimeError(f"the engine's process ended with exit code {process.exitcode}") from error
     finally:
+        mine.close()
         process.join(30)
         process.kill()
-    if answers.error is not None:
-        raise revive(answers.error)
-    return answers
 
 
 def _child(job: Job, connection: Connection) -> None:
     os.environ.update(job.environment)
+    engine = None
     try:
-        answers = _serve(job)
+        engine, answers = _serve(job)
     except Exception as error:  # whatever stops the engine is what the test is told
         answers = Answers(error=describe(error))
     connection.send(answers)
-    connection.close()
+    with suppress(EOFError):
+        connection.recv()  # the other side leaves when the engine is no longer needed
+    if engine is not None:
+        engine.llm_engine.engine_core.shutdown()
 
 
-def _serve(job: Job) -> Answers:
+def _serve(job: Job) -> tuple[Any, Answers]:
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -141,26 +159,35 @@ def _serve(job: Job) -> Answers:
             kv_load_failure_policy=job.failure_policy,
         )
     llm = LLM(job.model, **chosen)
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False, logprobs=job.logprobs
-    )
+    sampling = [
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=job.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=job.logprobs,
+            extra_args={"kv_transfer_params": job.transfer[index]} if job.transfer else None,
+        )
+        for index in range(len(job.prompts))
+    ]
     outputs: list[Any] = []
     seconds: list[float] = []
     batches = job.batches or [len(job.prompts)]
     for index, count in enumerate(batches):
         if job.reset and index == len(batches) - 1 and not llm.reset_prefix_cache():
             raise RuntimeError("the engine's prefix cache is in use")
-        batch = job.prompts[len(outputs) : len(outputs) + count]
+        span = slice(len(outputs), len(outputs) + count)
+        batch = [{"prompt_token_ids": ids} for ids in job.prompts[span]]
         begin = time.perf_counter()
-        outputs += llm.generate([{"prompt_token_ids": ids} for ids in batch], sampling, use_tqdm=False)
+        outputs += llm.generate(batch, sampling[span], use_tqdm=False)
         seconds.append(time.perf_counter() - begin)
     counters: dict[str, float] = {}
     for metric in llm.get_metrics():
-        if hasattr(metric, "value"):
-            counters[metric.name] = counters.get(metric.name, 0) + metric.value
-    llm.llm_engine.engine_core.shutdown()
+        value = getattr(metric, "value", getattr(metric, "sum", None))
+        if value is not None:
+            counters[metric.name] = counters.get(metric.name, 0) + value
     firsts = [output.outputs[0] for output in outputs]
-    return Answers(
+    answers = Answers(
         tokens=[list(first.token_ids) for first in firsts],
         finish=[str(first.finish_reason) for first in firsts],
         cached=[output.num_cached_tokens or 0 for output in outputs],
@@ -171,4 +198,6 @@ def _serve(job: Job) -> Answers:
         first_token=[output.metrics.first_token_latency if output.metrics else 0.0 for output in outputs],
         seconds=seconds,
         counters=counters,
+        transfer=[output.kv_transfer_params for output in outputs],
     )
+    return llm, answers

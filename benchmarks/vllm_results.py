@@ -12,13 +12,16 @@ import argparse
 import json
 import math
 import shutil
+import socket
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.vllm_engine import Answers, Job, run
+from benchmarks.vllm_engine import Answers, Job, run, served
 from kvferry.engines.vllm.chain import chain
 from kvferry.engines.vllm.store import FolderStore
 from kvferry.errors import KVFerryError
@@ -30,6 +33,8 @@ CHUNK = 128
 LENGTHS = (140, 250, 260, 330, 380)  # some are about to need another page: few pages then mean preemptions
 SHARED = 128
 LOGPROBS = 20
+ALONE = 20
+NIXL_BYTES = "vllm:nixl_bytes_transferred"
 BUDGETS = (0.52, 0.28)
 NO_CACHE = {"enable_prefix_caching": False}
 CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
@@ -52,13 +57,13 @@ class Study:
         """A folder for packets."""
         return self.work / "stores" / name
 
-    def phase(self, name: str, job: Job) -> Answers:
+    def phase(self, name: str, job: Job, serve: Callable[[Job], Answers] = run) -> Answers:
         """Run a job, or take what an earlier run kept of it."""
         kept = self.work / f"{name}.json"
         if kept.exists():
             return Answers(**_numbers(json.loads(kept.read_text(encoding="utf-8"))))
         record.tell(name)
-        answers = run(job)
+        answers = serve(job)
         plain = {key: value for key, value in asdict(answers).items() if key != "error"}
         kept.write_text(json.dumps(plain), encoding="utf-8")
         return answers
@@ -155,12 +160,41 @@ def failures(study: Study, reference: Answers) -> list[dict[str, Any]]:
 
 
 def peers(study: Study, reference: Answers) -> list[dict[str, Any]]:
-    """vLLM's own example connector, which stores raw tensors: the same prompts, the same engine."""
-    extra = {"shared_storage_path": str(study.store("example"))}
-    settings = {"connector": "ExampleConnector", "extra": extra, "engine": NO_CACHE}
-    study.phase("example-producer", study.job(role="kv_producer", **settings))
-    answers = study.phase("example-consumer", study.job(role="kv_consumer", **settings))
-    return [{**row("ExampleConnector", study, answers, reference), "store_bytes": _bytes(study.store("example"))}]
+    """The same engine with no connector, kvferry's, vLLM's example connector (raw tensors in files) and its NIXL one.
+
+    All prompts together, for the throughput; then some of them one by one, for the time to the first token.
+    """
+    count = len(study.prompts)
+    some = study.prompts[:ALONE]
+    both = {"prompts": study.prompts + some, "batches": [count] + [1] * len(some), "engine": NO_CACHE}
+    rows = [row("alone: no connector", study, study.phase("alone", study.job(**both)), reference)]
+    for name, store, changes in (
+        ("alone: kvferry, budget 1.0", study.store("full"), {}),
+        ("alone: kvferry, budget 0.28", study.store("budget-0.28"), {}),
+        ("alone: ExampleConnector", study.store("example"), {"connector": "ExampleConnector"}),
+    ):
+        extra = {"shared_storage_path" if changes else "store": str(store)}
+        if changes:
+            study.phase("example-producer", study.job(role="kv_producer", engine=NO_CACHE, extra=extra, **changes))
+        job = study.job(role="kv_consumer", extra=extra, **both, **changes)
+        rows.append({**row(name, study, study.phase(_file(name), job), reference), "store_bytes": _bytes(store)})
+    if find_spec("nixl") is None:
+        record.tell("NixlConnector is left out: nixl is not installed (make vllm-nixl)")
+        return rows
+    name = "alone: NixlConnector"
+    answers = study.phase(_file(name), study.job(**both), _over_nixl)
+    return [*rows, {**row(name, study, answers, reference), "sent_bytes": answers.counters[NIXL_BYTES]}]
+
+
+def _over_nixl(job: Job) -> Answers:
+    """Serve a job with the prompts' caches read from another engine, which stays up meanwhile, over NIXL."""
+    ask = {"do_remote_decode": True, "do_remote_prefill": False}
+    ports = [{"UCX_NET_DEVICES": "lo", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_free_port())} for _ in range(2)]
+    job = replace(job, connector="NixlConnector")
+    producer = replace(job, role="kv_producer", max_tokens=1, environment=ports[0], transfer=[ask] * len(job.prompts))
+    with served(producer) as offered:
+        known = [told or {} for told in offered.transfer]
+        return run(replace(job, role="kv_consumer", environment=ports[1], transfer=known))
 
 
 def refusal(study: Study, other: str) -> dict[str, Any]:
@@ -186,11 +220,12 @@ def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[s
         "equal_answers": equal,
         "first_token_agreement": _rate(top, len(finished)),
         "kl_first_token": _interval(divergence),
-        "cached_tokens": sum(answers.cached),
+        "cached_tokens": sum(answers.cached[: len(study.prompts)]),
         "preemptions": answers.counters.get("vllm:num_preemptions", 0),
-        "seconds": round(sum(answers.seconds), 3),
-        "prompt_tokens_per_s": round(sum(map(len, study.prompts)) / sum(answers.seconds), 1),
-        "first_token_s": round(statistics.median(answers.first_token), 4),
+        "seconds": round(answers.seconds[0], 3),
+        "prompt_tokens_per_s": round(sum(map(len, study.prompts)) / answers.seconds[0], 1),
+        "first_token_s": round(statistics.median(answers.first_token[: len(study.prompts)]), 4),
+        "first_token_alone_s": _interval(answers.first_token[len(study.prompts) :]),
         "counters": {
             key.removeprefix("vllm:kvferry_"): round(value, 1)
             for key, value in answers.counters.items()
@@ -208,7 +243,9 @@ def first_token_kl(have: Answers, want: Answers, index: int) -> float:
     return total + (rest[0] * math.log(rest[0] / rest[1]) if min(rest) > 1e-9 else 0.0)
 
 
-def _interval(values: list[float]) -> dict[str, Any]:
+def _interval(values: list[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
     interval = bootstrap_mean(values)
     return {
         "value": round(statistics.fmean(values), 6),
@@ -219,6 +256,12 @@ def _interval(values: list[float]) -> dict[str, Any]:
 
 def _rate(hits: int, n: int) -> dict[str, Any]:
     return {"value": round(hits / n, 4), "n": n, "ci": [round(bound, 4) for bound in wilson(hits, n)]}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def _damage(path: Path) -> None:

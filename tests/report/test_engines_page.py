@@ -17,15 +17,17 @@ from kvferry.report.engines_page import write_engines_page
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 
 
-def answers(first: list[int], finish: tuple[str, ...] = ("length",) * 3, **counters: float) -> Answers:
+def answers(
+    first: list[int], finish: tuple[str, ...] = ("length",) * 3, one_by_one: tuple[float, ...] = (), **counters: float
+) -> Answers:
     """What an engine would have said: the first tokens are given, the second is 11."""
     return Answers(
         tokens=[[token, 11] for token in first],
         finish=list(finish),
         cached=[128, 0, 128],
         logprobs=[[{token: math.log(0.75), 99: math.log(0.125)}] for token in first],
-        first_token=[0.3, 0.1, 0.2],
-        seconds=[1.0, 2.0],
+        first_token=[0.3, 0.1, 0.2, *one_by_one],
+        seconds=[2.0, *one_by_one],
         counters=counters,
     )
 
@@ -35,7 +37,7 @@ def page(tmp_path: Path) -> str:
     study = Study("folder", PROMPTS, tmp_path)
     reference = answers([21, 22, 23])
     loaded = {"vllm:kvferry_loaded_tokens": 256.0, "vllm:num_preemptions": 2.0}
-    other = answers([21, 24, 23], ("length", "length", "error"), **loaded)
+    other = answers([21, 24, 23], ("length", "length", "error"), (0.5, 0.7), **loaded)
     rows = [row("aggregated", study, reference, reference), row("consumer", study, other, reference)]
     rows[1]["store_bytes"] = 1_234_567
     result: dict[str, Any] = {
@@ -83,7 +85,7 @@ def test_answers_are_counted_among_those_that_came(page: str) -> None:
     consumer = cells(page, "consumer")[0]
     assert consumer[1:3] == ["1 of 2", "1"]
     assert consumer[3].startswith("0.500 [")
-    assert consumer[5:] == ["256", "2", "1,234,567", "3", "0.200"]
+    assert consumer[5:] == ["256", "2", "1,234,567", "4", "0.200", "0.600 [0.500, 0.700]"]
     assert cells(page, "aggregated")[0][1] == "3 of 3"
 
 

@@ -53,6 +53,7 @@ _VLLM_HEAD = (
     "store, bytes",
     "prompt tokens/s",
     "first token, s",
+    "one by one, s",
 )
 
 
@@ -71,7 +72,9 @@ def _vllm(result: Row) -> list[str]:
         "",
         f"{result['prompts']} prompts, {result['prompt_tokens']:,} tokens. *answers equal*: all tokens of an answer",
         "are those of the engine without a connector (`aggregated`). *tokens not computed*: of the prompts, because",
-        "they came from a store or from the engine's own prefix cache. *store*: the files' bytes, counted outside.",
+        "they came from a store or from the engine's own prefix cache. *store*: the files' bytes, counted outside (of",
+        "NIXL, which has no files, what it counts itself, prompts served twice twice). *first token*: median of all",
+        "prompts served together; *one by one*: mean of some that are served singly, with nothing else to do.",
         "",
         *markdown(_VLLM_HEAD, [_vllm_row(row) for row in rows]),
         "",
@@ -96,9 +99,10 @@ def _vllm_row(row: Row) -> tuple[str, ...]:
         _with_interval(row["kl_first_token"], 5),
         _count(row["cached_tokens"]),
         _count(row["preemptions"]),
-        _count(row.get("store_bytes")),
+        _count(row.get("store_bytes", row.get("sent_bytes"))),
         f"{row['prompt_tokens_per_s']:,.0f}",
         f"{row['first_token_s']:.3f}",
+        "" if row["first_token_alone_s"] is None else _with_interval(row["first_token_alone_s"], 3),
     )
 
 
