@@ -209,7 +209,7 @@ def refusal(study: Study, other: str) -> dict[str, Any]:
 
 def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[str, Any]:
     """Figures of one phase, against the engine without a connector."""
-    finished = [index for index, reason in enumerate(answers.finish) if reason != "error"]
+    finished = [index for index in range(len(study.prompts)) if answers.finish[index] != "error"]
     equal = sum(answers.tokens[index] == reference.tokens[index] for index in finished)
     divergence = [first_token_kl(answers, reference, index) for index in finished]
     top = sum(answers.tokens[index][:1] == reference.tokens[index][:1] for index in finished)

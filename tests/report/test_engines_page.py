@@ -21,6 +21,8 @@ def answers(
     first: list[int], finish: tuple[str, ...] = ("length",) * 3, one_by_one: tuple[float, ...] = (), **counters: float
 ) -> Answers:
     """What an engine would have said: the first tokens are given, the second is 11."""
+    alone = len(one_by_one)
+    first, finish = [*first, *first[:alone]], (*finish, *("length",) * alone)
     return Answers(
         tokens=[[token, 11] for token in first],
         finish=list(finish),

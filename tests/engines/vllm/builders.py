@@ -62,7 +62,8 @@ class Engine:
         self.config = ConnectorConfig.parse({"store": str(folder), "chunk_tokens": CHUNK, "save": when, **settings})
         self.store = FolderStore(folder)
         wanted = identity if crossing is None else crossing.source
-        self.scheduler = SchedulerSide(self.config, self.store, wanted, BLOCK, load=load, save=save)
+        least = 0 if crossing is None else crossing.least_first
+        self.scheduler = SchedulerSide(self.config, self.store, wanted, BLOCK, load=load, save=save, least_first=least)
         self.pages = make_pages(identity)
         self.worker = WorkerSide(self.config, self.store, identity, self.pages, crossing)
 

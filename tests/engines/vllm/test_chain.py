@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from kvferry.engines.vllm.chain import chain
+from kvferry.engines.vllm.chain import LEAST_TAIL, chain, tail
 from kvferry.errors import InvalidInput
 
 
@@ -39,3 +39,16 @@ def test_short_prompts_and_bad_chunks() -> None:
     assert chain([], 4) == []
     with pytest.raises(InvalidInput, match="0 tokens"):
         chain([1], 0)
+
+
+def test_a_tail_stands_for_the_whole_prompt() -> None:
+    ids = list(range(96))
+    assert [tail(ids[:length], 64) is None for length in (64, 64 + LEAST_TAIL - 1, 64 + LEAST_TAIL, 96)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    named = {tail(ids, 64), tail(ids[:95], 64), tail([9, *ids[1:]], 64), tail(ids, 64, "tenant"), *chain(ids, 64)}
+    assert len(named) == 5
+    assert tail(ids[:40], 64) is not None, "a prompt of less than a chunk is all tail"

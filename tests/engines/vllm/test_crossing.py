@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import kvferry as kv
+from kvferry.engines.vllm.chain import tail
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.crossing import Crossing, crossing_of
 from kvferry.engines.vllm.interchange import publish
+from kvferry.engines.vllm.segments import cut
 from kvferry.engines.vllm.store import FolderStore
 from kvferry.errors import IncompatibleIdentity, InvalidInput, UnsupportedCache
 from kvferry.evaluate.map_run import transfer
@@ -98,6 +100,19 @@ def test_a_mapped_cache_that_the_gate_declines_is_left_to_the_engine(pair: Pair,
     assert consumer.worker.take_bad_blocks() == set(blocks[:4])
     assert consumer.worker.counts.take()["load_failures"] == 1
     assert not consumer.pages.read(blocks)[0][0].any()
+
+
+def test_a_prompt_too_short_for_the_gate_is_left_to_the_engine(pair: Pair, tmp_path: Path) -> None:
+    _, source, _, _, _ = pair
+    ids = prompt(40)
+    key = tail(ids[0].tolist(), LONG)
+    assert key is not None
+    sent = kv.capture(source, ids)
+    FolderStore(tmp_path).put(key, "segment", kv.encode(cut(sent, 0, 40, key)))
+    free = engine(pair, tmp_path, crossing(pair, gate=False))
+    assert consume(free, Request("c", ids[0].tolist()))[0] == 39
+    assert free.worker.take_bad_blocks() == set()
+    assert consume(engine(pair, tmp_path, crossing(pair)), Request("c", ids[0].tolist()))[0] == 0
 
 
 def test_packets_of_a_third_model_and_of_the_target_itself_are_refused(pair: Pair, tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ def produce(engine: Engine, snapshot: kv.Snapshot, name: str = "p", steps: list[
         jobs = engine.scheduler.step([(name, done, count)], lambda _: blocks)
         engine.worker.start(jobs)
         done += count
-        whole = done // BLOCK
-        if whole:
-            engine.pages.write(blocks[:whole], pairs_of(snapshot, 0, whole * BLOCK))
+        engine.pages.write(blocks[: -(-done // BLOCK)], pairs_of(snapshot, 0, done))
         engine.worker.finish(jobs)
     engine.scheduler.finished(request)
     return jobs
@@ -56,11 +54,77 @@ def test_one_token_is_left_and_local_pages_are_not_touched(tmp_path: Path) -> No
     produce(Engine(tmp_path, snapshot.identity), snapshot)
     consumer = Engine(tmp_path, snapshot.identity, mode="sync")
     found, blocks = consume(consumer, Request("c", snapshot.token_ids[0].tolist()), computed=BLOCK)
-    assert found == 128 - CHUNK - BLOCK, "the last chunk holds the last token, which has to be computed"
+    assert found == 127 - BLOCK, "the last token has to be computed"
     filled = consumer.pages.read(blocks)
     assert not filled[0][0][:, :BLOCK].any(), "a page that the engine had already was written"
-    assert torch.equal(filled[0][0][:, BLOCK:96], pairs_of(snapshot, BLOCK, 96)[0][0])
-    assert not filled[0][0][:, 96:].any()
+    assert torch.equal(filled[0][0][:, BLOCK:127], pairs_of(snapshot, BLOCK, 127)[0][0])
+    assert not filled[0][0][:, 127:].any()
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("steps", [None, [50, 50, 20], [119, 1]], ids=["whole", "chunked", "one token last"])
+def test_a_tail_serves_the_same_prompt_and_no_other(tmp_path: Path, mode: str, steps: list[int] | None) -> None:
+    """Of 120 tokens, 96 in whole chunks; the engine computes the last one again."""
+    _, snapshot = captured(120)
+    ids = snapshot.token_ids[0].tolist()
+    producer = Engine(tmp_path, snapshot.identity, load=False)
+    request = Request("p", ids)
+    producer.scheduler.admit(request)
+    producer.pages.write([1, 2, 3, 4], pairs_of(snapshot, 0, 120))
+    done = 0
+    for count in steps or [120]:
+        jobs = producer.scheduler.step([("p", done, count)], lambda _: [1, 2, 3, 4])
+        producer.worker.finish(jobs)
+        done += count
+    assert producer.scheduler.step([("p", 120, 1)], lambda _: [1, 2, 3, 4]).saves == []
+    assert producer.worker.counts.take()["saved_tokens"] == 120
+    consumer = Engine(tmp_path, snapshot.identity, save=False, mode=mode)
+    found, blocks = consume(consumer, Request("c", ids), computed=BLOCK)
+    assert found == 119 - BLOCK
+    for have, want in zip(consumer.pages.read(blocks[1:4]), pairs_of(snapshot, BLOCK, 119), strict=True):
+        for side in (0, 1):
+            assert torch.equal(have[side][:, : 119 - BLOCK], want[side])
+            assert not have[side][:, 119 - BLOCK :].any()
+    assert consumer.worker.counts.take()["loaded_tokens"] == 119 - BLOCK
+    for other in ([*ids, 1], ids[:-1], [*ids[:-1], 1]):
+        assert consumer.scheduler.matched(Request("d", other), 0)[0] == 96
+        consumer.scheduler.finished(Request("d", other))
+    grown = Request("e", ids, output=[5, 5])
+    assert consumer.scheduler.matched(grown, 0)[0] == 120, "a preempted request wants its prompt again, all of it"
+    none = Engine(tmp_path, snapshot.identity, tails=False)
+    assert none.scheduler.matched(Request("f", ids), 0)[0] == 96
+
+
+def test_a_damaged_tail_names_its_page(tmp_path: Path) -> None:
+    _, snapshot = captured(120)
+    produce(Engine(tmp_path, snapshot.identity), snapshot)
+    consumer = Engine(tmp_path, snapshot.identity, mode="sync")
+    damage(consumer.store, 96)
+    found, blocks = consume(consumer, Request("c", snapshot.token_ids[0].tolist()))
+    assert found == 119
+    assert consumer.worker.take_bad_blocks() == {blocks[3]}
+    assert torch.equal(consumer.pages.read(blocks[:3])[0][0], pairs_of(snapshot, 0, 96)[0][0])
+
+
+def test_an_idle_engine_waits_for_the_thread_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, snapshot = captured(64)
+    produce(Engine(tmp_path, snapshot.identity), snapshot)
+    consumer = Engine(tmp_path, snapshot.identity)
+    go = threading.Event()
+    get = consumer.store.get
+    monkeypatch.setattr(consumer.store, "get", lambda *where: go.wait(60) and get(*where))
+    monkeypatch.setattr("kvferry.engines.vllm.worker.IDLE_WAIT", 60.0)
+    request = Request("c", [*snapshot.token_ids[0].tolist(), 1])
+    consumer.scheduler.admit(request)
+    found, _ = consumer.scheduler.matched(request, 0)
+    consumer.scheduler.allocated(request, [5, 6, 7], found)
+    jobs = consumer.scheduler.step([], lambda _: None)
+    assert jobs.idle
+    consumer.worker.start(jobs)
+    assert consumer.worker.take_arrived() == set(), "a busy engine does not wait"
+    threading.Timer(0.05, go.set).start()
+    assert consumer.worker.take_arrived(idle=True) == {"c"}
+    assert consumer.worker.take_arrived(idle=True) == set(), "nothing is under way: nothing to wait for"
 
 
 def test_a_shared_prefix_is_saved_once_and_found_by_both(tmp_path: Path) -> None:

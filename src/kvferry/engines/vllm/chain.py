@@ -9,6 +9,9 @@ import numpy as np
 
 from kvferry.errors import InvalidInput
 
+LEAST_TAIL = 16
+"""Fewer tokens behind a prompt's last whole chunk are no packet of their own: computing them costs less."""
+
 
 def chain(token_ids: Sequence[int], chunk: int, namespace: str = "") -> list[str]:
     """One key for each whole chunk: the i-th stands for exactly the first ``(i + 1) * chunk`` tokens.
@@ -21,12 +24,26 @@ def chain(token_ids: Sequence[int], chunk: int, namespace: str = "") -> list[str
     Returns:
         32 hexadecimal digits each; equal only where all tokens up to there, chunk size and namespace are.
     """
+    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk if chunk > 0 else 0)
+
+
+def tail(token_ids: Sequence[int], chunk: int, namespace: str = "") -> str | None:
+    """The key of a whole prompt, for what lies behind its last whole chunk; ``None``: not `LEAST_TAIL` tokens do.
+
+    Arguments as of `chain`.
+    """
+    if len(token_ids) % chunk < LEAST_TAIL:
+        return None
+    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk + 1)[-1]
+
+
+def _keys(token_ids: Sequence[int], chunk: int, namespace: str, count: int) -> list[str]:
     if chunk < 1:
         raise InvalidInput(f"a chunk of {chunk} tokens")
     ids = np.asarray(token_ids, dtype="<i8")
     parent = hashlib.sha256(f"kvferry chain 1\n{chunk}\n{namespace}".encode()).digest()
     keys = []
-    for start in range(0, len(ids) - chunk + 1, chunk):
-        parent = hashlib.sha256(parent + ids[start : start + chunk].tobytes()).digest()
+    for index in range(count):
+        parent = hashlib.sha256(parent + ids[index * chunk : (index + 1) * chunk].tobytes()).digest()
         keys.append(parent.hex()[:32])
     return keys

@@ -36,6 +36,8 @@ class ConnectorConfig:
         identity: what a packet of another model does: ``refuse``: it is logged, counted, and the prompt computed;
             ``raise``: the engine stops with `IncompatibleIdentity`.
         chunk_tokens: tokens a packet, a multiple of the engine's block size; ``None``: see `LEAST_CHUNK`.
+        tails: whether what a prompt has behind its last whole chunk is a packet, too, for prompts that are exactly the
+            same, as a decode engine's are.
         namespace: prompts of different namespaces never meet.
         max_bytes: most bytes of keys and values that one packet may decode to.
         mapper: folder or hub id of a `kvferry.Mapper`, for a consumer that serves another model than the producer:
@@ -52,6 +54,7 @@ class ConnectorConfig:
     save: str = "sync"
     identity: str = "refuse"
     chunk_tokens: int | None = None
+    tails: bool = True
     namespace: str = ""
     max_bytes: int = 4 << 30
     mapper: str | None = None
@@ -91,8 +94,9 @@ class ConnectorConfig:
         mapper = given.get("mapper")
         if mapper is not None and (not isinstance(mapper, str) or not mapper):
             raise _wrong(f"has mapper = {mapper!r}: a folder or a hub id is possible")
-        if not isinstance(given.get("gate", True), bool):
-            raise _wrong(f"has gate = {given['gate']!r}: true and false are possible")
+        for name in ("gate", "tails"):
+            if not isinstance(given.get(name, True), bool):
+                raise _wrong(f"has {name} = {given[name]!r}: true and false are possible")
         if not isinstance(given.get("floors", {}), Mapping):
             raise _wrong("has floors that are no object: {'kl': 0.3}")
         if mapper is None and ("gate" in given or "floors" in given):

@@ -56,6 +56,7 @@ class KVFerryConnector(KVConnectorBase_V1):
                 self._block,
                 load=transfer.is_kv_consumer,
                 save=transfer.is_kv_producer,
+                least_first=0 if self._crossing is None else self._crossing.least_first,
             )
 
     @property
@@ -154,7 +155,7 @@ class KVFerryConnector(KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:  # noqa: ARG002
         """See `KVConnectorBase_V1`."""
-        return None, self._ferry.take_arrived() or None
+        return None, self._ferry.take_arrived(idle=self._jobs.idle) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See `KVConnectorBase_V1`."""

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+JUDGED = 2 * CHECKED
+"""Tokens that the gate's look at a prompt needs: the first ones, and as many others to tell them from."""
+
+
 def crossing_of(
     config: ConnectorConfig, engine: Identity, chunk: int, *, produces: bool, failure_policy: str
 ) -> Crossing | None:
@@ -61,10 +65,9 @@ def crossing_of(
         require_held(index, geometry.kind.held(chunk), chunk)
     floors = _floors(config.floors) if config.gate else None
     if floors is not None:
-        least = 2 * CHECKED
-        if chunk < least:
+        if chunk < JUDGED:
             raise InvalidInput(
-                f"chunks of {chunk} tokens: the gate needs at least {least} to judge a prompt's first one by; choose "
+                f"chunks of {chunk} tokens: the gate needs at least {JUDGED} to judge a prompt's first one by; choose "
                 "more chunk_tokens on both sides"
             )
         record = kept(mapper, mapper.target)
@@ -94,6 +97,11 @@ class Crossing:
     def source(self) -> Identity:
         """Of the model whose packets are taken."""
         return self.mapper.source
+
+    @property
+    def least_first(self) -> int:
+        """Tokens that a prompt's first packet must have."""
+        return 0 if self._floors is None else JUDGED
 
     def load_target(self, model: str, dtype: str) -> None:
         """Load the engine's model for the first tokens of prompts; not needed by the scheduler's side.

@@ -15,14 +15,16 @@ class LoadJob:
         request: its id.
         entries: packets that cover the tokens up to the last one's ``stop``, in order.
         start: first token whose page is to be filled; what lies before is there already.
+        stop: first token that is left to the engine; the last entry may hold it, too.
         token_ids: of the prompt, up to the last entry's ``stop``.
-        blocks: pages of the tokens from ``start`` on.
+        blocks: pages of the tokens from ``start`` on, the last one perhaps not full.
         background: the request waits apart; say so when it is ready.
     """
 
     request: str
     entries: tuple[Entry, ...]
     start: int
+    stop: int
     token_ids: tuple[int, ...]
     blocks: tuple[int, ...]
     background: bool
@@ -30,13 +32,13 @@ class LoadJob:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Put one chunk of a request into the store once this step has computed it.
+    """Put one chunk of a request, or its tail, into the store once this step has computed it.
 
     Attributes:
         request: its id.
         entry: what it becomes.
         token_ids: of the chunk.
-        blocks: pages of the chunk.
+        blocks: pages of the chunk; of a tail the last one may not be full.
     """
 
     request: str
@@ -47,7 +49,8 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class StepJobs:
-    """Everything for one step."""
+    """Everything for one step; ``idle``: the engine has nothing to compute in it."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)
+    idle: bool = False

@@ -14,9 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def longest(
-    store: Store, keys: Sequence[str], chunk: int, token_ids: Sequence[int], want: Identity
+    store: Store,
+    keys: Sequence[str],
+    chunk: int,
+    token_ids: Sequence[int],
+    want: Identity,
+    tail: Entry | None = None,
 ) -> tuple[Entry, ...]:
-    """Entries that cover as many whole chunks from the first token on as the store can.
+    """Entries that cover as many whole chunks from the first token on as the store can, and the tail behind them.
 
     Each entry's header is checked against the prompt and the model; one that is damaged, or of another model behind
     some of this one, ends the prefix before it.
@@ -27,10 +32,27 @@ def longest(
         chunk: tokens a chunk.
         token_ids: the prompt.
         want: identity of the receiver's model.
+        tail: what a prompt of exactly these tokens has behind its last whole chunk.
 
     Raises:
         IncompatibleIdentity: the store has this prefix, of another model, and nothing of this one before it.
     """
+    found = _chunks(store, keys, chunk, token_ids, want)
+    reach = found[-1].stop if found else 0
+    if tail is not None and tail.start == reach and store.has(tail.key, tail.kind):
+        try:
+            if _usable(store, tail, token_ids, want):
+                return (*found, tail)
+        except IncompatibleIdentity as error:
+            if not found:
+                raise
+            logger.warning("%s %s of the store is passed over: %s", tail.kind, tail.key, error)
+    return found
+
+
+def _chunks(
+    store: Store, keys: Sequence[str], chunk: int, token_ids: Sequence[int], want: Identity
+) -> tuple[Entry, ...]:
     run = _run(store, keys, chunk, 0, token_ids, want)
     for index in range(len(keys) - 1, len(run) - 1, -1):
         entry = Entry(keys[index], "prefix", 0, (index + 1) * chunk)

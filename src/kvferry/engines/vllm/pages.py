@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvferry.engines.vllm.layout import Layout
 from kvferry.errors import UnsupportedCache
@@ -26,15 +27,16 @@ class Pages:
     caches: tuple[Tensor, ...]
     layouts: tuple[Layout, ...]
 
-    def read(self, blocks: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of whole pages, ``(kv_heads, tokens, dim)`` a layer, copied."""
+    def read(self, blocks: Sequence[int], tokens: int | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of pages, ``(kv_heads, tokens, dim)`` a layer, copied; the first ``tokens``, or all."""
         index = torch.tensor(blocks)
-        return [
+        pairs = [
             layout.read(cache, index.to(cache.device)) for cache, layout in zip(self.caches, self.layouts, strict=True)
         ]
+        return [(keys[:, :tokens], values[:, :tokens]) for keys, values in pairs]
 
     def write(self, blocks: Sequence[int], pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Fill whole pages; ``pairs`` as from `read`.
+        """Fill pages, the last one perhaps in part: zeros are written behind; ``pairs`` as from `read`.
 
         Raises:
             UnsupportedCache: other layers, tokens or dtypes than the pages have.
@@ -43,8 +45,10 @@ class Pages:
         if len(pairs) != len(self.caches):
             raise UnsupportedCache(f"keys and values of {len(pairs)} layers for the pages of {len(self.caches)}")
         for cache, layout, (keys, values) in zip(self.caches, self.layouts, pairs, strict=True):
-            if keys.shape[1] != len(blocks) * self.block or keys.dtype != cache.dtype:
+            room = len(blocks) * self.block - keys.shape[1]
+            if not 0 <= room < self.block or keys.dtype != cache.dtype:
                 raise UnsupportedCache(
                     f"{keys.shape[1]} tokens of {keys.dtype} for {len(blocks)} pages of {self.block} of {cache.dtype}"
                 )
-            layout.write(cache, index.to(cache.device), keys.to(cache.device), values.to(cache.device))
+            whole = (pad(side, (0, 0, 0, room)) if room else side for side in (keys, values))
+            layout.write(cache, index.to(cache.device), *(side.to(cache.device) for side in whole))

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvferry.engines.vllm.chain import chain
+from kvferry.engines.vllm.chain import chain, tail
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from kvferry.engines.vllm.lookup import longest
@@ -33,14 +33,23 @@ class SchedulerSide:
         block_size: tokens a page.
         load: whether this engine takes packets (a consumer).
         save: whether it makes them (a producer).
+        least_first: tokens that a prompt's first packet has at least, for it to be of use.
     """
 
     def __init__(
-        self, config: ConnectorConfig, store: Store, identity: Identity, block_size: int, *, load: bool, save: bool
+        self,
+        config: ConnectorConfig,
+        store: Store,
+        identity: Identity,
+        block_size: int,
+        *,
+        load: bool,
+        save: bool,
+        least_first: int = 0,
     ):
         self._config, self._store, self._identity, self._block = config, store, identity, block_size
         self._chunk = config.chunk(block_size)
-        self._load, self._save = load, save
+        self._load, self._save, self._least_first = load, save, least_first
         self._requests: dict[str, Any] = {}
         self._found: dict[str, tuple[int, tuple[Entry, ...]]] = {}
         self._loads: list[LoadJob] = []
@@ -62,17 +71,17 @@ class SchedulerSide:
         """
         if not self._load or not carried(request) or request.request_id in self._failed:
             return 0, False
-        ids = request.all_token_ids
-        reach = (len(ids) - 1) // self._chunk * self._chunk  # at least one token is left to compute
+        ids = list(request.all_token_ids)
+        reach = len(ids) - 1  # at least one token is left to compute
         first_look = request.request_id not in self._seen
         self._seen.add(request.request_id)
         if first_look:
             self.counts.add("lookups")
         if reach <= computed:
             return 0, False
-        tokens = list(ids[:reach])
+        last = self._tail(list(request.prompt_token_ids))
         try:
-            entries = longest(self._store, self._keys(tokens), self._chunk, tokens, self._identity)
+            entries = longest(self._store, self._keys(ids), self._chunk, ids, self._identity, last)
         except IncompatibleIdentity as error:
             if self._config.identity == "raise":
                 raise
@@ -80,7 +89,8 @@ class SchedulerSide:
                 self.counts.add("refusals")
                 logger.error("request %s is computed here: %s", request.request_id, error)
             return 0, False
-        stop = entries[-1].stop if entries else 0
+        usable = bool(entries) and entries[0].stop >= self._least_first
+        stop = min(entries[-1].stop, reach) if usable else 0
         if stop <= computed:
             return 0, False
         if first_look:
@@ -101,8 +111,9 @@ class SchedulerSide:
                 request=request.request_id,
                 entries=needed,
                 start=start,
+                stop=stop,
                 token_ids=tuple(request.all_token_ids[: entries[-1].stop]),
-                blocks=tuple(blocks[start // self._block : stop // self._block]),
+                blocks=tuple(blocks[start // self._block : -(-stop // self._block)]),
                 background=self._config.mode == "async",
             )
         )
@@ -120,7 +131,7 @@ class SchedulerSide:
             planned: set[str] = set()
             for name, before, count in scheduled:
                 saves += self._saves(name, before, before + count, blocks_of, planned)
-        return StepJobs(loads, saves)
+        return StepJobs(loads, saves, idle=not scheduled)
 
     def failed(self, requests: Iterable[str]) -> None:
         """These requests' loads failed: what the engine still wants of them it computes, however often it asks."""
@@ -135,7 +146,7 @@ class SchedulerSide:
             memory.discard(name)
 
     def _saves(self, name: str, before: int, after: int, blocks_of: BlocksOf, planned: set[str]) -> list[SaveJob]:
-        """Chunks of the prompt that are whole after this step and that the store lacks.
+        """Chunks of the prompt that are whole after this step, and its tail, that the store lacks.
 
         A prompt's first step looks at every chunk, those of the local prefix cache too: another engine may not have
         them. After that only what becomes whole can be new.
@@ -143,25 +154,37 @@ class SchedulerSide:
         request = self._requests.get(name)
         if request is None:
             return []
-        whole = min(after, request.num_prompt_tokens) // self._chunk
+        length = request.num_prompt_tokens
+        whole = min(after, length) // self._chunk
         done = before // self._chunk if name in self._begun else 0
+        ends = after >= length and (before < length or name not in self._begun)
         self._begun.add(name)
-        if whole <= done:
+        if whole <= done and not ends:
             return []
-        tokens = list(request.prompt_token_ids[: whole * self._chunk])
-        keys = self._keys(tokens)
+        tokens = list(request.prompt_token_ids)
+        keys = self._keys(tokens[: whole * self._chunk])
+        entries = [
+            Entry(keys[index], "segment", index * self._chunk, (index + 1) * self._chunk)
+            for index in range(done, whole)
+        ]
+        last = self._tail(tokens) if ends else None
         blocks = blocks_of(name)
         saves = []
-        for index in range(done, whole):
-            entry = Entry(keys[index], "segment", index * self._chunk, (index + 1) * self._chunk)
-            if blocks is None or entry.key in planned or self._store.has(entry.key, "segment"):
+        for entry in [*entries, *([] if last is None else [last])]:
+            if blocks is None or entry.key in planned or self._store.has(entry.key, entry.kind):
                 continue
-            pages = tuple(blocks[entry.start // self._block : entry.stop // self._block])
-            if NULL_BLOCK in pages or len(pages) * self._block != self._chunk:
+            pages = tuple(blocks[entry.start // self._block : -(-entry.stop // self._block)])
+            if NULL_BLOCK in pages or len(pages) != -(-(entry.stop - entry.start) // self._block):
                 continue
             planned.add(entry.key)
             saves.append(SaveJob(name, entry, tuple(tokens[entry.start : entry.stop]), pages))
         return saves
+
+    def _tail(self, prompt: Sequence[int]) -> Entry | None:
+        """What a prompt has behind its last whole chunk; ``None``: too little, or it is not to be kept."""
+        key = tail(prompt, self._chunk, self._config.namespace) if self._config.tails else None
+        start = len(prompt) // self._chunk * self._chunk
+        return None if key is None else Entry(key, "segment", start, len(prompt))
 
     def _keys(self, tokens: Sequence[int]) -> list[str]:
         return chain(tokens, self._chunk, self._config.namespace)

@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 PENDING_SAVES = 32
 """Chunks that wait for the thread that saves, at 16 bit in memory; after so many the engine waits for it."""
 
+IDLE_WAIT = 0.01
+"""Seconds that an engine with nothing to compute waits for a load before it looks for new requests again."""
+
 
 class WorkerSide:
     """State: the engine's pages, loads and saves under way, and what failed since the engine last asked.
@@ -54,7 +57,8 @@ class WorkerSide:
         self._loaders = ThreadPoolExecutor(1, "kvferry-load")
         self._savers = ThreadPoolExecutor(1, "kvferry-save")
         self._room = threading.BoundedSemaphore(PENDING_SAVES)
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._loading = 0
         self._arrived: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
@@ -66,6 +70,8 @@ class WorkerSide:
         self._step_is_tainted = False
         for job in jobs.loads:
             if job.background:
+                with self._lock:
+                    self._loading += 1
                 self._loaders.submit(self._load, job).add_done_callback(_report)
             elif not self._load(job):
                 self._step_is_tainted = True
@@ -75,7 +81,7 @@ class WorkerSide:
         if self._step_is_tainted:
             return  # what the step computed stands on pages that were not filled
         for job in jobs.saves:
-            pairs = self._pages.read(job.blocks)
+            pairs = self._pages.read(job.blocks, job.entry.stop - job.entry.start)
             if self._config.save == "sync":
                 self._save(job, pairs)
             else:
@@ -84,9 +90,15 @@ class WorkerSide:
                 future.add_done_callback(lambda _: self._room.release())
                 future.add_done_callback(_report)
 
-    def take_arrived(self) -> set[str]:
-        """Requests whose background load has ended, well or not, since the last call."""
+    def take_arrived(self, *, idle: bool = False) -> set[str]:
+        """Requests whose background load has ended, well or not, since the last call.
+
+        An engine with nothing to compute asks again and again, and would hold the interpreter against the very thread
+        that loads: in an ``idle`` step this waits up to `IDLE_WAIT` for the next load to end.
+        """
         with self._lock:
+            if idle and self._loading and not self._arrived:
+                self._lock.wait(IDLE_WAIT)
             arrived, self._arrived = self._arrived, set()
         return arrived
 
@@ -114,7 +126,7 @@ class WorkerSide:
         try:
             for entry in job.entries:
                 self._fill(job, entry, filled)
-                filled = entry.stop
+                filled = min(entry.stop, job.stop)
         except (KVFerryError, OSError) as error:
             failure = error
             self.counts.add("load_failures")
@@ -129,10 +141,13 @@ class WorkerSide:
                     self._failed.add(job.request)
                 if job.background:
                     self._arrived.add(job.request)
+                    self._loading -= 1
+                    self._lock.notify()
         return failure is None
 
     def _fill(self, job: LoadJob, entry: Entry, start: int) -> None:
-        """Put the tokens of an entry from ``start`` on into their pages."""
+        """Put the tokens of an entry from ``start`` on, as far as they are wanted, into their pages."""
+        stop = min(entry.stop, job.stop)
         with self.counts.timed("read_ms"):
             try:
                 packet = self._store.get(entry.key, entry.kind)
@@ -146,13 +161,13 @@ class WorkerSide:
         if self._crossing is not None:
             with self.counts.timed("map_ms"):
                 snapshot = self._crossing.map(snapshot)
-            self.counts.add("mapped_tokens", snapshot.seq_len)
+            self.counts.add("mapped_tokens", stop - start)
         with self.counts.timed("install_ms"):
-            first = (start - job.start) // self._pages.block
-            count = (entry.stop - start) // self._pages.block
-            self._pages.write(job.blocks[first : first + count], _pairs(snapshot, start - entry.start))
+            block = self._pages.block
+            first, last = (start - job.start) // block, -(-(stop - job.start) // block)
+            self._pages.write(job.blocks[first:last], _pairs(snapshot, start - entry.start, stop - entry.start))
         self.counts.add("loaded_packets")
-        self.counts.add("loaded_tokens", entry.stop - start)
+        self.counts.add("loaded_tokens", stop - start)
         self.counts.add("loaded_bytes", len(packet))
         self.counts.add("loaded_full_bytes", packet.full_bytes)
 
@@ -197,10 +212,10 @@ def _report(future: Future[Any]) -> None:
         logger.error("a job in the background ended with an error of kvferry's own", exc_info=error)
 
 
-def _pairs(snapshot: Snapshot, start: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values ``(kv_heads, tokens, dim)`` of each layer that has its own, from token ``start`` on."""
+def _pairs(snapshot: Snapshot, start: int, stop: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values ``(kv_heads, tokens, dim)`` of each layer that has its own, of tokens ``start … stop - 1``."""
     return [
-        (layer.keys[0, :, start:], layer.values[0, :, start:])
+        (layer.keys[0, :, start:stop], layer.values[0, :, start:stop])
         for layer in snapshot.layers
         if layer.keys is not None and layer.values is not None
     ]

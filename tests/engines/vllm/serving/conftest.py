@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.vllm_engine import Answers, Job, run
+from kvferry.engines.vllm.chain import LEAST_TAIL
 from kvferry.hf.compat import cache_argument
 from kvferry.hf.models import resolve
 from kvferry.hf.text import default_text
@@ -109,6 +110,16 @@ def divergence(have: torch.Tensor, want: torch.Tensor) -> float:
     return float((want.exp() * (want - have)).sum(-1).mean())
 
 
-def chunks(prompts: list[list[int]], *, whole: bool) -> list[int]:
-    """Tokens of each prompt in whole chunks; not ``whole``: with at least one token left behind them."""
-    return [(len(ids) - (0 if whole else 1)) // CHUNK * CHUNK for ids in prompts]
+def stored(prompts: list[list[int]]) -> list[int]:
+    """Tokens of each prompt that a producer saves: whole chunks, and a tail that is worth it."""
+    return [len(ids) if len(ids) % CHUNK >= LEAST_TAIL else len(ids) // CHUNK * CHUNK for ids in prompts]
+
+
+def loaded(prompts: list[list[int]]) -> list[int]:
+    """Tokens of each prompt that a consumer loads: it computes the last one itself."""
+    return [min(held, len(ids) - 1) for held, ids in zip(stored(prompts), prompts, strict=True)]
+
+
+def chunks(prompts: list[list[int]]) -> list[int]:
+    """Tokens of each prompt in whole chunks with at least one token behind them: what a prefix cache has of it."""
+    return [(len(ids) - 1) // CHUNK * CHUNK for ids in prompts]
