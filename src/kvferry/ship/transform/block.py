@@ -117,19 +117,13 @@ def decode_block(
 
 def _reconstruct(codes: Tensor, row_bin: NDArray[np.int16], column_bin: NDArray[np.int16], tables: Tables) -> Tensor:
     """Codes where their values lie on average, in steps."""
-    values = codes.float()
-    shift = torch.cat([torch.zeros(tables.shift.shape[0], 1), tables.shift], dim=1)
-    rows = torch.from_numpy(row_bin.astype(np.int64))
     top = tables.bank.bins - 1
-    for step in np.unique(column_bin):  # few: octaves are whole numbers
-        columns = torch.from_numpy(np.flatnonzero(column_bin == step))
-        own = values[:, columns]
-        size = own.abs()
-        bins = (rows + int(step)).clamp(0, top)
-        one, more = shift[bins, 1][:, None], shift[bins, 2][:, None]
-        moved = torch.where(size == 0, 0.0, torch.where(size == 1, one, more))
-        values[:, columns] = own + own.sign() * torch.where((rows + int(step) <= top)[:, None], moved, 0.0)
-    return values
+    shift = torch.zeros(top + 2, 3)  # of codes 0, 1 and larger ones; nothing beyond the last bin
+    shift[: top + 1, 1:] = tables.shift
+    signed = torch.cat([-shift[:, [2, 1]], shift], dim=1)
+    rows, columns = (torch.from_numpy(bins.astype(np.int32)) for bins in (row_bin, column_bin))
+    cells = (rows[:, None] + columns).clamp_(0, top + 1).mul_(5).add_(codes.clamp(-2, 2)).add_(2)
+    return codes.float().add_(signed.take(cells.long()))
 
 
 def _bins(
