@@ -81,7 +81,8 @@ results-map: texts $(STAMP)
 results-engines: texts $(STAMP) vllm-nixl
 	$(VLLM_VENV)/bin/python -m benchmarks.vllm_results smollm2-135m --work build/vllm-results \
 	  --text "$(KVFERRY_DATA)/wikitext2/test.txt" --json docs/results/engines-vllm.json
-	$(BIN)/python -m benchmarks.harness_results smollm2-135m "$(KVFERRY_DATA)" --json docs/results/engines-harness.json
+	$(BIN)/python -m benchmarks.harness_results smollm2-135m "$(KVFERRY_DATA)" --work build/harness-results \
+	  --json docs/results/engines-harness.json
 	$(BIN)/python -m benchmarks.engines_page docs/results
 
 texts:
