@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kvferry.channel.faults import describe, revive
@@ -107,19 +108,29 @@ def served(job: Job) -> Iterator[Answers]:
     process.start()
     theirs.close()
     try:
-        if not mine.poll(TIMEOUT):
-            raise TimeoutError(f"the engine gave no answer in {TIMEOUT:g} s")
-        answers: Answers = mine.recv()
+        answers = _told(mine, process)
         if answers.error is not None:
             raise revive(answers.error)
         yield answers
-    except EOFError as error:
-        process.join()
-        raise RuntimeError(f"the engine's process ended with exit code {process.exitcode}") from error
+        mine.close()
+        process.join(TIMEOUT)
+        if process.exitcode != 0:
+            raise RuntimeError(f"the engine's process did not end as it should: exit code {process.exitcode}")
     finally:
         mine.close()
         process.join(30)
         process.kill()
+
+
+def _told(mine: Connection, process: BaseProcess) -> Answers:
+    if not mine.poll(TIMEOUT):
+        raise TimeoutError(f"the engine gave no answer in {TIMEOUT:g} s")
+    try:
+        answers: Answers = mine.recv()
+    except EOFError as error:
+        process.join(30)
+        raise RuntimeError(f"the engine's process ended with exit code {process.exitcode}") from error
+    return answers
 
 
 def _child(job: Job, connection: Connection) -> None:

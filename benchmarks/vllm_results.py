@@ -1,4 +1,4 @@
-"""What the vLLM connector does, on real engines: modes, budgets, failures, speed beside vLLM's own example connector.
+"""What the vLLM connector does, on real engines: modes, budgets, failures, speed beside vLLM's own connectors.
 
     .venv-vllm/bin/python -m benchmarks.vllm_results MODEL --work DIR [--prompts N] [--text FILE] [--json FILE]
 

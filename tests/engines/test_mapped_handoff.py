@@ -12,7 +12,7 @@ import pytest
 from kvferry.cli.main import run
 from kvferry.engines.handoff import HandoffJob, HandoffResult, Session, run_handoff
 from kvferry.errors import IncompatibleIdentity, InvalidInput
-from kvferry.evaluate.map_gate import CHECKED
+from kvferry.evaluate.map_gate import CHECKED_TOKENS
 from kvferry.map.gate import record_path
 from tests.cli.models import environment
 from tests.map import builders
@@ -92,7 +92,7 @@ def test_an_accepted_mapper_is_used_as_far_as_the_floors_go(
     done = stage(hand_off(folders), "map")
     assert done["reasons"] == []
     assert done["mapped"]
-    assert done["share"] == pytest.approx(CHECKED / 199)
+    assert done["share"] == pytest.approx(CHECKED_TOKENS / 199)
     assert done["fidelity"]["kl_mean"] > 0
 
 

@@ -27,8 +27,11 @@ from kvferry.snapshot.rope import Rotary
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHECKED = 24
+CHECKED_TOKENS = 24
 """First tokens that the target prefills itself at each hand-off, to compare with what was mapped."""
+
+LEAST_COMPARED = 8
+"""Of them so many must be mapped ones."""
 
 
 def accept(
@@ -111,7 +114,7 @@ def check(mapped: Snapshot, own: Snapshot, skip: int, rotaries: Sequence[Rotary]
         rotaries: of the target's layers: other tokens stand in for the first ones at the first ones' positions.
     """
     tokens = own.seq_len
-    if tokens - skip < 8 or mapped.seq_len < 2 * tokens:
+    if tokens - skip < LEAST_COMPARED or mapped.seq_len < 2 * tokens:
         raise InvalidInput(f"{tokens} tokens of {mapped.seq_len}, {skip} of them native, are too few to judge a map by")
     here = _cut(mapped, 0, own, skip, rotaries)
     elsewhere = _cut(mapped, mapped.seq_len - tokens, own, skip, rotaries)
@@ -170,7 +173,7 @@ def guarded_transfer(
     *,
     acceptance: Acceptance | None = None,
     floors: Floors | None = None,
-    checked: int = CHECKED,
+    checked: int = CHECKED_TOKENS,
     recompute_last: int = 0,
 ) -> Guarded:
     """A mapped cache where the gate opens, the target's own prefill where it does not: never a wrong one in silence.
@@ -196,7 +199,7 @@ def guarded_transfer(
     if not reasons:
         try:
             identity.require_compatible(mapper.target, "this model is not the mapper's target")
-            looked = checked_transfer(mapper, target, source, bar, checked=checked, recompute_last=recompute_last)
+            looked = judged_transfer(mapper, target, source, bar, checked=checked, recompute_last=recompute_last)
             done, found, reasons = looked.transfer, looked.check, looked.reasons
             if done is not None:
                 return Guarded(done.snapshot, True, (), found, done.share)
@@ -208,8 +211,8 @@ def guarded_transfer(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Checked:
-    """What `checked_transfer` gives.
+class Judged:
+    """What `judged_transfer` gives.
 
     Attributes:
         transfer: ``None`` where the mapped cache fell short.
@@ -222,22 +225,24 @@ class Checked:
     reasons: tuple[str, ...]
 
 
-def checked_transfer(
+def judged_transfer(
     mapper: Mapper,
     target: PreTrainedModel,
     source: Snapshot,
     floors: Floors,
     *,
-    checked: int = CHECKED,
+    checked: int = CHECKED_TOKENS,
     recompute_last: int = 0,
-) -> Checked:
+) -> Judged:
     """The second half of the gate: one mapped cache against the target's own first tokens.
 
     For who has held the receiver's record on the mapper against the models and the floors (`Acceptance.against`); the
     target is not asked again whether it is the mapper's. Arguments as of `guarded_transfer`.
 
     Raises:
-        InvalidInput: more than one sequence, padding, or fewer than twice ``checked`` tokens.
+        IncompatibleIdentity: ``source`` is not of the mapper's source.
+        InvalidInput: more than one sequence, padding, fewer than twice ``checked`` tokens, or fewer than
+            `LEAST_COMPARED` of them that the mapper does not leave to the target.
         UnsupportedCache: a layer no longer holds the first tokens.
     """
     own = _first_tokens(mapper, target, source, checked)
@@ -245,11 +250,18 @@ def checked_transfer(
     found = check(mapped, own, mapper.recipe.native_prefix, mapper.target_rotaries)
     reasons = _too_far(found, floors)
     if reasons:
-        return Checked(None, found, reasons)
+        return Judged(None, found, reasons)
     done = transfer(
-        mapper, target, source, native_prefix=checked, recompute_last=recompute_last, mapped=mapped, check=False
+        mapper,
+        target,
+        source,
+        native_prefix=checked,
+        recompute_last=recompute_last,
+        mapped=mapped,
+        native=own,
+        check=False,
     )
-    return Checked(done, found, ())
+    return Judged(done, found, ())
 
 
 def _first_tokens(mapper: Mapper, target: PreTrainedModel, source: Snapshot, checked: int) -> Snapshot:

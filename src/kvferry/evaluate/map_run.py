@@ -48,6 +48,7 @@ def transfer(
     recompute_last: int = 0,
     recompute_tokens: Sequence[int] | Int[Tensor, " chosen"] = (),
     mapped: Snapshot | None = None,
+    native: Snapshot | None = None,
     check: bool = True,
 ) -> Transfer:
     """The target's cache of the tokens of ``source``: mapped, then completed by the target.
@@ -61,6 +62,7 @@ def transfer(
         recompute_last: last tokens that the target computes anew on top of the mapped cache.
         recompute_tokens: others, by index.
         mapped: what ``mapper`` made of ``source`` already; its storage is written to.
+        native: the target's own cache of exactly the first tokens, where it has prefilled them already.
         check: require that ``target`` is the mapper's, by its weights. Without it only `Snapshot.to_cache` does, when
             the cache is taken up.
 
@@ -78,8 +80,8 @@ def transfer(
     made = mapper.map(source) if mapped is None else mapped
     placed = time.perf_counter()
     if first:
-        made = _with_native(made, target, first)
-    native = time.perf_counter()
+        made = _with_native(made, target, first, native)
+    begun = time.perf_counter()
     length = source.seq_len
     chosen = set(range(max(0, length - recompute_last), length)) | {int(token) for token in recompute_tokens}
     chosen -= set(range(min(length, int(_starts(source).min()) + first)))
@@ -87,7 +89,7 @@ def transfer(
         made = recompute(target, made, sorted(chosen), check=False)
     done = time.perf_counter()
     computed = min(length, first) + len(chosen)
-    seconds = {"map": placed - began, "native": native - placed, "recompute": done - native}
+    seconds = {"map": placed - began, "native": begun - placed, "recompute": done - begun}
     return Transfer(made, computed, computed / length, seconds)
 
 
@@ -96,7 +98,7 @@ def require_target(mapper: Mapper, target: PreTrainedModel) -> None:
     identity_of(target).require_compatible(mapper.target, "this model is not the mapper's target")
 
 
-def _with_native(mapped: Snapshot, target: PreTrainedModel, first: int) -> Snapshot:
+def _with_native(mapped: Snapshot, target: PreTrainedModel, first: int, own: Snapshot | None = None) -> Snapshot:
     """The first ``first`` real tokens of each sequence prefilled by the target itself, in the storage of ``mapped``.
 
     Sliding layers that no longer hold them keep what they have.
@@ -105,7 +107,10 @@ def _with_native(mapped: Snapshot, target: PreTrainedModel, first: int) -> Snaps
         raise InvalidInput("a cache whose positions are not counted over its tokens has no prefix to prefill")
     starts = _starts(mapped)
     end = min(mapped.seq_len, int(starts.max()) + first)
-    own = prefill(target, mapped.identity, mapped.token_ids[:, :end], mapped.mask[:, :end])
+    if own is None:
+        own = prefill(target, mapped.identity, mapped.token_ids[:, :end], mapped.mask[:, :end])
+    elif own.seq_len != end:
+        raise InvalidInput(f"the target's own cache is of {own.seq_len} first tokens; {end} are asked for")
     taken = torch.arange(end) < (starts + first).unsqueeze(1)
     for new, old in zip(mapped.layers, own.layers, strict=True):
         _take(new, old, taken)

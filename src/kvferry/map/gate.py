@@ -45,9 +45,14 @@ class Floors:
     native_prefix: float = 16
 
     def __post_init__(self) -> None:
-        given = [value for item in fields(self) if (value := getattr(self, item.name)) is not None]
-        if not all(map(math.isfinite, given)) or self.control_margin < 1:
-            raise InvalidInput(f"{self}: floors are finite, and the control's margin is at least 1")
+        for item in fields(self):
+            value: object = getattr(self, item.name)
+            if item.name == "context_gain" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InvalidInput(f"the floor {item.name} is {value!r}, not a finite number")
+        if self.control_margin < 1:
+            raise InvalidInput(f"the floor control_margin is {self.control_margin:g}; it is at least 1")
 
     def to_json(self) -> dict[str, float | None]:
         return asdict(self)

@@ -37,8 +37,9 @@ def test_keys_stay_what_they_are() -> None:
 def test_short_prompts_and_bad_chunks() -> None:
     assert chain([1, 2, 3], 4) == []
     assert chain([], 4) == []
-    with pytest.raises(InvalidInput, match="0 tokens"):
-        chain([1], 0)
+    for function in (chain, tail):
+        with pytest.raises(InvalidInput, match="0 tokens"):
+            function([1], 0)
 
 
 def test_a_tail_stands_for_the_whole_prompt() -> None:

@@ -35,6 +35,8 @@ def test_settings_are_read() -> None:
         ({"mapper": "/there", "gate": 1}, "gate = 1"),
         ({"mapper": "/there", "floors": 0.3}, "floors that are no object"),
         ({"gate": False}, "a gate but no mapper"),
+        ({"mapper": "/there", "gate": False, "floors": {"kl": 0.3}}, "floors but no gate"),
+        ({"tails": 1}, "tails = 1"),
     ],
 )
 def test_wrong_settings_are_refused(extra: dict[str, Any] | None, message: str) -> None:

@@ -98,8 +98,42 @@ def test_a_mapped_cache_that_the_gate_declines_is_left_to_the_engine(pair: Pair,
     found, blocks = consume(consumer, Request("c", ids[0].tolist()))
     assert found == 2 * LONG
     assert consumer.worker.take_bad_blocks() == set(blocks[:4])
-    assert consumer.worker.counts.take()["load_failures"] == 1
+    counts = consumer.worker.counts.take()
+    assert (counts["declined"], "load_failures" in counts) == (1, False)
     assert not consumer.pages.read(blocks)[0][0].any()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["declined before", "never looked at"])
+def test_an_engine_that_has_the_first_tokens_by_itself_opens_no_gate(pair: Pair, tmp_path: Path, known: bool) -> None:
+    """As after a prompt that was declined and computed: its prefix cache has the first chunk, the store the rest."""
+    _, source, _, _, _ = pair
+    ids = prompt(2 * LONG + 1)
+    lying = replace(kv.capture(source, prompt(2 * LONG, 5000)), token_ids=ids[:, : 2 * LONG])
+    publish(lying, FolderStore(tmp_path), chunk_tokens=LONG)
+    consumer = engine(pair, tmp_path, crossing(pair))
+    if known:
+        consume(consumer, Request("c", ids[0].tolist()))
+        consumer.worker.take_bad_blocks()
+        consumer.worker.counts.take()
+    found, blocks = consume(consumer, Request("d", ids[0].tolist()), computed=LONG)
+    assert found == LONG
+    assert consumer.worker.take_bad_blocks() == set(blocks[2:4])
+    assert consumer.worker.counts.take()["declined"] == 1
+    assert not consumer.pages.read(blocks)[0][0].any()
+
+
+def test_what_passed_the_gate_once_serves_behind_the_engines_own_first_tokens(pair: Pair, tmp_path: Path) -> None:
+    _, source, _, mapper, _ = pair
+    ids = prompt(2 * LONG + 1)
+    sent = kv.capture(source, ids[:, : 2 * LONG])
+    publish(sent, FolderStore(tmp_path), chunk_tokens=LONG)
+    consumer = engine(pair, tmp_path, crossing(pair))
+    found, blocks = consume(consumer, Request("c", ids[0].tolist()), computed=LONG)
+    assert found == LONG
+    assert consumer.worker.take_bad_blocks() == set()
+    want = mapper.map(sent).layers[0].values
+    assert want is not None
+    assert torch.allclose(consumer.pages.read(blocks[2:4])[0][1], want[0, :, LONG:], atol=1e-5)
 
 
 def test_a_prompt_too_short_for_the_gate_is_left_to_the_engine(pair: Pair, tmp_path: Path) -> None:
@@ -115,7 +149,7 @@ def test_a_prompt_too_short_for_the_gate_is_left_to_the_engine(pair: Pair, tmp_p
     assert consume(engine(pair, tmp_path, crossing(pair)), Request("c", ids[0].tolist()))[0] == 0
 
 
-def test_packets_of_a_third_model_and_of_the_target_itself_are_refused(pair: Pair, tmp_path: Path) -> None:
+def test_packets_of_another_model_than_the_source_are_refused(pair: Pair, tmp_path: Path) -> None:
     _, _, target, _, _ = pair
     ids = prompt(LONG + 1)
     publish(kv.capture(target, ids[:, :LONG]), FolderStore(tmp_path), chunk_tokens=LONG)
@@ -148,12 +182,25 @@ def test_a_gate_that_stays_shut_stops_the_engine(pair: Pair, tmp_path: Path, mon
         crossing(pair, floors={"kl": 0.001})
     with pytest.raises(InvalidInput, match=r"floors = .*'klt'"):
         crossing(pair, floors={"klt": 0.001})
-    with pytest.raises(InvalidInput, match="floors are finite"):
-        crossing(pair, floors={"kl": float("inf")})
+    for wrong in (float("inf"), None, True, "low"):
+        with pytest.raises(InvalidInput, match=r"the floor attention_cosine is .*, not a finite number"):
+            crossing(pair, floors={"attention_cosine": wrong})
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
     with pytest.raises(InvalidInput, match="run 'kvferry map gate'"):
         crossing(pair)
     crossing(pair, gate=False)
+
+
+def test_a_mapper_that_leaves_too_much_to_the_target_for_the_gate_to_see_is_refused(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.engines.vllm import crossing as module
+
+    mapper = pair[3]
+    lazy = replace(mapper, recipe=replace(mapper.recipe, native_prefix=17))
+    monkeypatch.setattr(module, "_open", lambda _: lazy)
+    with pytest.raises(InvalidInput, match="leave at most 16"):
+        crossing(pair, floors={"native_prefix": 24})
 
 
 def test_chunks_too_short_for_the_gate_are_refused(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import kvferry as kv
 from kvferry.engines.vllm.chain import chain
 from kvferry.engines.vllm.jobs import StepJobs
+from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.store import FolderStore
 from tests.engines.vllm.builders import BLOCK, CHUNK, Engine, Request, captured, consume, pairs_of
 
@@ -63,11 +65,15 @@ def test_one_token_is_left_and_local_pages_are_not_touched(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("steps", [None, [50, 50, 20], [119, 1]], ids=["whole", "chunked", "one token last"])
-def test_a_tail_serves_the_same_prompt_and_no_other(tmp_path: Path, mode: str, steps: list[int] | None) -> None:
-    """Of 120 tokens, 96 in whole chunks; the engine computes the last one again."""
+@pytest.mark.parametrize("chunk", [CHUNK, 2 * CHUNK, 4 * CHUNK])
+def test_a_tail_serves_the_same_prompt_and_no_other(
+    tmp_path: Path, mode: str, steps: list[int] | None, chunk: int
+) -> None:
+    """Of 120 tokens, 96 or 64 or none in whole chunks of one page or more; the engine computes the last one again."""
     _, snapshot = captured(120)
+    whole = 120 // chunk * chunk
     ids = snapshot.token_ids[0].tolist()
-    producer = Engine(tmp_path, snapshot.identity, load=False)
+    producer = Engine(tmp_path, snapshot.identity, load=False, chunk_tokens=chunk)
     request = Request("p", ids)
     producer.scheduler.admit(request)
     producer.pages.write([1, 2, 3, 4], pairs_of(snapshot, 0, 120))
@@ -78,7 +84,7 @@ def test_a_tail_serves_the_same_prompt_and_no_other(tmp_path: Path, mode: str, s
         done += count
     assert producer.scheduler.step([("p", 120, 1)], lambda _: [1, 2, 3, 4]).saves == []
     assert producer.worker.counts.take()["saved_tokens"] == 120
-    consumer = Engine(tmp_path, snapshot.identity, save=False, mode=mode)
+    consumer = Engine(tmp_path, snapshot.identity, save=False, mode=mode, chunk_tokens=chunk)
     found, blocks = consume(consumer, Request("c", ids), computed=BLOCK)
     assert found == 119 - BLOCK
     for have, want in zip(consumer.pages.read(blocks[1:4]), pairs_of(snapshot, BLOCK, 119), strict=True):
@@ -87,23 +93,42 @@ def test_a_tail_serves_the_same_prompt_and_no_other(tmp_path: Path, mode: str, s
             assert not have[side][:, 119 - BLOCK :].any()
     assert consumer.worker.counts.take()["loaded_tokens"] == 119 - BLOCK
     for other in ([*ids, 1], ids[:-1], [*ids[:-1], 1]):
-        assert consumer.scheduler.matched(Request("d", other), 0)[0] == 96
+        assert consumer.scheduler.matched(Request("d", other), 0)[0] == whole
         consumer.scheduler.finished(Request("d", other))
     grown = Request("e", ids, output=[5, 5])
     assert consumer.scheduler.matched(grown, 0)[0] == 120, "a preempted request wants its prompt again, all of it"
-    none = Engine(tmp_path, snapshot.identity, tails=False)
-    assert none.scheduler.matched(Request("f", ids), 0)[0] == 96
+    none = Engine(tmp_path, snapshot.identity, tails=False, chunk_tokens=chunk)
+    assert none.scheduler.matched(Request("f", ids), 0)[0] == whole
+    assert consumer.scheduler.matched(Request("g", ids), 96)[0] == 23
+    assert consumer.scheduler.matched(Request("h", ids), 105) == (0, False), "so few are computed sooner"
 
 
-def test_a_damaged_tail_names_its_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [CHUNK, 2 * CHUNK])
+def test_a_damaged_tail_names_its_pages(tmp_path: Path, chunk: int) -> None:
     _, snapshot = captured(120)
-    produce(Engine(tmp_path, snapshot.identity), snapshot)
-    consumer = Engine(tmp_path, snapshot.identity, mode="sync")
-    damage(consumer.store, 96)
+    whole = 120 // chunk * chunk
+    produce(Engine(tmp_path, snapshot.identity, chunk_tokens=chunk), snapshot)
+    consumer = Engine(tmp_path, snapshot.identity, mode="sync", chunk_tokens=chunk)
+    damage(consumer.store, whole)
     found, blocks = consume(consumer, Request("c", snapshot.token_ids[0].tolist()))
     assert found == 119
-    assert consumer.worker.take_bad_blocks() == {blocks[3]}
-    assert torch.equal(consumer.pages.read(blocks[:3])[0][0], pairs_of(snapshot, 0, 96)[0][0])
+    assert consumer.worker.take_bad_blocks() == set(blocks[whole // BLOCK : 4])
+    assert torch.equal(consumer.pages.read(blocks[: whole // BLOCK])[0][0], pairs_of(snapshot, 0, whole)[0][0])
+
+
+def test_a_packet_whose_layers_no_longer_hold_all_of_it_fills_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As what is mapped to a model with a smaller window than the packet's: its tokens would move up by one."""
+    from kvferry.engines.vllm import worker
+
+    _, snapshot = captured(64)
+    produce(Engine(tmp_path, snapshot.identity), snapshot)
+    consumer = Engine(tmp_path, snapshot.identity, mode="sync")
+    monkeypatch.setattr(worker, "decode", lambda packet, **given: kv.decode(packet, **given).crop(CHUNK - 1))
+    _, blocks = consume(consumer, Request("c", [*snapshot.token_ids[0].tolist(), 1]))
+    assert consumer.worker.take_bad_blocks() == set(blocks[:2])
+    assert not consumer.pages.read(blocks)[0][0].any()
 
 
 def test_an_idle_engine_waits_for_the_thread_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,10 +146,22 @@ def test_an_idle_engine_waits_for_the_thread_that_loads(tmp_path: Path, monkeypa
     jobs = consumer.scheduler.step([], lambda _: None)
     assert jobs.idle
     consumer.worker.start(jobs)
+    begin = time.monotonic()
     assert consumer.worker.take_arrived() == set(), "a busy engine does not wait"
     threading.Timer(0.05, go.set).start()
     assert consumer.worker.take_arrived(idle=True) == {"c"}
     assert consumer.worker.take_arrived(idle=True) == set(), "nothing is under way: nothing to wait for"
+    assert time.monotonic() - begin < 30, "one of them waited as long as it could"
+
+
+def test_a_step_is_idle_where_nothing_is_under_way_either(tmp_path: Path) -> None:
+    """An empty step may run before the one before it has been read; and engines in step wait for one another."""
+    _, snapshot = captured(64)
+    engine = Engine(tmp_path, snapshot.identity)
+    steps = ([], [("a", 0, 1)], [], [])
+    assert [engine.scheduler.step(step, lambda _: None).idle for step in steps] == [True, False, False, True]
+    many = SchedulerSide(engine.config, engine.store, snapshot.identity, BLOCK, load=True, save=True, alone=False)
+    assert not many.step([], lambda _: None).idle
 
 
 def test_a_shared_prefix_is_saved_once_and_found_by_both(tmp_path: Path) -> None:

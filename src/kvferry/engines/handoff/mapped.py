@@ -17,7 +17,7 @@ from kvferry.channel import Incoming, Outgoing
 from kvferry.engines.handoff.clock import Stopwatch
 from kvferry.engines.handoff.compare import Comparison, forced
 from kvferry.engines.handoff.job import HandoffJob
-from kvferry.evaluate.map_gate import CHECKED, guarded_transfer
+from kvferry.evaluate.map_gate import CHECKED_TOKENS, guarded_transfer
 from kvferry.evaluate.map_run import require_target, transfer
 from kvferry.hf.decode import continue_greedy
 from kvferry.hf.recompute import prefill
@@ -131,7 +131,7 @@ class Crossing:
 
     def _unshipped(self, exact: Snapshot) -> Snapshot:
         """The source's cache as it stayed there, mapped as the delivered one was."""
-        native, last = CHECKED if self._job.gate else None, self._job.recompute_last
+        native, last = CHECKED_TOKENS if self._job.gate else None, self._job.recompute_last
         return transfer(
             self.mapper, self._model, exact, native_prefix=native, recompute_last=last, check=False
         ).snapshot

@@ -24,7 +24,8 @@ def chain(token_ids: Sequence[int], chunk: int, namespace: str = "") -> list[str
     Returns:
         32 hexadecimal digits each; equal only where all tokens up to there, chunk size and namespace are.
     """
-    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk if chunk > 0 else 0)
+    _require(chunk)
+    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk)
 
 
 def tail(token_ids: Sequence[int], chunk: int, namespace: str = "") -> str | None:
@@ -32,14 +33,18 @@ def tail(token_ids: Sequence[int], chunk: int, namespace: str = "") -> str | Non
 
     Arguments as of `chain`.
     """
+    _require(chunk)
     if len(token_ids) % chunk < LEAST_TAIL:
         return None
     return _keys(token_ids, chunk, namespace, len(token_ids) // chunk + 1)[-1]
 
 
-def _keys(token_ids: Sequence[int], chunk: int, namespace: str, count: int) -> list[str]:
+def _require(chunk: int) -> None:
     if chunk < 1:
         raise InvalidInput(f"a chunk of {chunk} tokens")
+
+
+def _keys(token_ids: Sequence[int], chunk: int, namespace: str, count: int) -> list[str]:
     ids = np.asarray(token_ids, dtype="<i8")
     parent = hashlib.sha256(f"kvferry chain 1\n{chunk}\n{namespace}".encode()).digest()
     keys = []

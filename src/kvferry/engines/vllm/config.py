@@ -99,6 +99,8 @@ class ConnectorConfig:
                 raise _wrong(f"has {name} = {given[name]!r}: true and false are possible")
         if not isinstance(given.get("floors", {}), Mapping):
             raise _wrong("has floors that are no object: {'kl': 0.3}")
+        if given.get("gate") is False and given.get("floors"):
+            raise _wrong("has floors but no gate to hold them")
         if mapper is None and ("gate" in given or "floors" in given):
             raise _wrong("has a gate but no mapper: packets of the engine's own model pass none")
         return cls(**{**given, "budget": float(budget)})

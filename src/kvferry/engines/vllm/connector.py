@@ -28,7 +28,8 @@ class KVFerryConnector(KVConnectorBase_V1):
     """Keys and values of prompts as kvferry packets, saved by a producer and loaded by a consumer.
 
     Settings are in ``kv_connector_extra_config``; see `ConnectorConfig`. Raises, when the engine starts, `InvalidInput`
-    for wrong settings, `UnsupportedCache` for engines that it cannot serve, and what `crossing_of` does.
+    for wrong settings, `UnsupportedCache` for engines that it cannot serve, and with a mapper what `crossing_of` and
+    `Crossing.load_target` do.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
@@ -57,6 +58,7 @@ class KVFerryConnector(KVConnectorBase_V1):
                 load=transfer.is_kv_consumer,
                 save=transfer.is_kv_producer,
                 least_first=0 if self._crossing is None else self._crossing.least_first,
+                alone=vllm_config.parallel_config.data_parallel_size == 1,
             )
 
     @property

@@ -7,6 +7,7 @@ first tokens of a prompt, on which the gate looks at what was mapped, and which 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.segments import require_held
 from kvferry.errors import InvalidInput, UnsupportedCache
-from kvferry.evaluate.map_gate import CHECKED, checked_transfer
+from kvferry.evaluate.map_gate import CHECKED_TOKENS, LEAST_COMPARED, judged_transfer
 from kvferry.evaluate.map_run import transfer
 from kvferry.hf.models import load_model
 from kvferry.map.gate import Floors, kept
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-JUDGED = 2 * CHECKED
+JUDGED = 2 * CHECKED_TOKENS
 """Tokens that the gate's look at a prompt needs: the first ones, and as many others to tell them from."""
+
+REMEMBERED = 1 << 16
+"""First packets whose verdict is kept, the latest ones."""
 
 
 def crossing_of(
@@ -45,7 +49,7 @@ def crossing_of(
         InvalidInput: settings that do not go together, a gate that stays shut, or no such mapper.
         IncompatibleIdentity: the mapper is for another model.
         UnsupportedCache: a layer of the engine's model slides over less than a chunk.
-        CorruptPacket, UnsupportedVersion: as `Mapper.from_pretrained`.
+        CorruptPacket, UnsupportedVersion, TooLarge, ModelUnavailable: as `Mapper.from_pretrained`.
     """
     if config.mapper is None:
         return None
@@ -70,6 +74,12 @@ def crossing_of(
                 f"chunks of {chunk} tokens: the gate needs at least {JUDGED} to judge a prompt's first one by; choose "
                 "more chunk_tokens on both sides"
             )
+        least = CHECKED_TOKENS - LEAST_COMPARED
+        if mapper.recipe.native_prefix > least:
+            raise InvalidInput(
+                f"the mapper leaves {mapper.recipe.native_prefix} first tokens to the target; the gate, which looks at "
+                f"{CHECKED_TOKENS}, can judge mappers that leave at most {least}"
+            )
         record = kept(mapper, mapper.target)
         reasons: Sequence[str] = (
             ("nobody has judged this mapper for this model here: run 'kvferry map gate'",)
@@ -79,6 +89,10 @@ def crossing_of(
         if reasons:
             raise InvalidInput(f"the gate before {config.mapper} stays shut: {'; '.join(reasons)}")
     return Crossing(mapper, floors)
+
+
+class Declined(UnsupportedCache):
+    """What the gate says of a prompt whose mapped cache it does not let pass."""
 
 
 class Crossing:
@@ -92,6 +106,7 @@ class Crossing:
     def __init__(self, mapper: Mapper, floors: Floors | None):
         self.mapper, self._floors = mapper, floors
         self._target: PreTrainedModel | None = None
+        self._verdicts: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
     @property
     def source(self) -> Identity:
@@ -109,27 +124,45 @@ class Crossing:
         Args:
             model: folder or hub id, as the engine has it.
             dtype: the engine's.
+
+        Raises `ModelUnavailable` where Transformers cannot load what the engine has.
         """
         if self._floors is not None or self.mapper.recipe.native_prefix:
             self._target, _ = load_model(model, dtype=dtype)
 
-    def map(self, segment: Snapshot) -> Snapshot:
+    def unjudged(self, first: str) -> bool:
+        """Whether prompts that begin with the packet of this key have yet to pass the gate."""
+        return self._floors is not None and first not in self._verdicts
+
+    def map(self, segment: Snapshot, first: str) -> Snapshot:
         """The target's keys and values of a segment's tokens.
 
+        Args:
+            segment: of the source.
+            first: key of the first packet of its prompt, by which the gate judges all of it: that one comes first.
+
         Raises:
-            UnsupportedCache: the gate declines what was mapped; says why.
+            Declined: the gate declines this prompt; says why.
             InvalidInput: too few tokens for the gate to judge by.
         """
-        if int(segment.positions[0, 0]):
-            return self.mapper.map(segment)  # what the first tokens were judged by stands for these, too
-        if self._target is None:
-            return self.mapper.map(segment)
+        begins = int(segment.positions[0, 0]) == 0
         if self._floors is None:
+            if not begins or self._target is None:
+                return self.mapper.map(segment)
             return transfer(self.mapper, self._target, segment, check=False).snapshot
-        looked = checked_transfer(self.mapper, self._target, segment, self._floors)
-        if looked.transfer is None:
-            raise UnsupportedCache(f"the gate declines the mapped cache: {'; '.join(looked.reasons)}")
-        return looked.transfer.snapshot
+        if begins:
+            assert self._target is not None, "a gate without the target's model"
+            looked = judged_transfer(self.mapper, self._target, segment, self._floors)
+            self._verdicts[first] = looked.reasons
+            self._verdicts.move_to_end(first)
+            if len(self._verdicts) > REMEMBERED:
+                self._verdicts.popitem(last=False)
+            if looked.transfer is not None:
+                return looked.transfer.snapshot
+        reasons = self._verdicts.get(first, ("its first tokens have not been looked at",))
+        if reasons:
+            raise Declined(f"the gate declines the mapped cache: {'; '.join(reasons)}")
+        return self.mapper.map(segment)
 
 
 @lru_cache(maxsize=2)  # both sides of a connector may live in one process

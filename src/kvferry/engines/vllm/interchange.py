@@ -75,7 +75,7 @@ def fetch(
     namespace: str = "",
     max_bytes: int | None = None,
 ) -> Snapshot | None:
-    """The longest prefix of a prompt that a store has, as one snapshot; ``None`` where it has none.
+    """The longest prefix of whole chunks that a store has of a prompt, as one snapshot; ``None`` where it has none.
 
     Args:
         token_ids: the prompt; leave its last token out when it is to be continued.

@@ -14,6 +14,7 @@ class LoadJob:
     Attributes:
         request: its id.
         entries: packets that cover the tokens up to the last one's ``stop``, in order.
+        first: the prompt's first packet, whether it is needed or the engine has its tokens already.
         start: first token whose page is to be filled; what lies before is there already.
         stop: first token that is left to the engine; the last entry may hold it, too.
         token_ids: of the prompt, up to the last entry's ``stop``.
@@ -23,6 +24,7 @@ class LoadJob:
 
     request: str
     entries: tuple[Entry, ...]
+    first: Entry
     start: int
     stop: int
     token_ids: tuple[int, ...]
@@ -49,7 +51,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class StepJobs:
-    """Everything for one step; ``idle``: the engine has nothing to compute in it."""
+    """Everything for one step; ``idle``: the engine computes nothing in it, and has nothing under way."""
 
     loads: list[LoadJob] = field(default_factory=list)
     saves: list[SaveJob] = field(default_factory=list)

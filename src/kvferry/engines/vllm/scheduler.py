@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvferry.engines.vllm.chain import chain, tail
+from kvferry.engines.vllm.chain import LEAST_TAIL, chain, tail
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from kvferry.engines.vllm.lookup import longest
@@ -34,6 +34,7 @@ class SchedulerSide:
         load: whether this engine takes packets (a consumer).
         save: whether it makes them (a producer).
         least_first: tokens that a prompt's first packet has at least, for it to be of use.
+        alone: whether no other engine keeps step with this one.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class SchedulerSide:
         load: bool,
         save: bool,
         least_first: int = 0,
+        alone: bool = True,
     ):
         self._config, self._store, self._identity, self._block = config, store, identity, block_size
         self._chunk = config.chunk(block_size)
         self._load, self._save, self._least_first = load, save, least_first
+        self._alone, self._was_busy = alone, False
         self._requests: dict[str, Any] = {}
         self._found: dict[str, tuple[int, tuple[Entry, ...]]] = {}
         self._loads: list[LoadJob] = []
@@ -91,7 +94,7 @@ class SchedulerSide:
             return 0, False
         usable = bool(entries) and entries[0].stop >= self._least_first
         stop = min(entries[-1].stop, reach) if usable else 0
-        if stop <= computed:
+        if stop - computed < LEAST_TAIL:
             return 0, False
         if first_look:
             self.counts.add("hits")
@@ -110,6 +113,7 @@ class SchedulerSide:
             LoadJob(
                 request=request.request_id,
                 entries=needed,
+                first=entries[0],
                 start=start,
                 stop=stop,
                 token_ids=tuple(request.all_token_ids[: entries[-1].stop]),
@@ -131,7 +135,8 @@ class SchedulerSide:
             planned: set[str] = set()
             for name, before, count in scheduled:
                 saves += self._saves(name, before, before + count, blocks_of, planned)
-        return StepJobs(loads, saves, idle=not scheduled)
+        idle, self._was_busy = not scheduled and not self._was_busy, bool(scheduled)
+        return StepJobs(loads, saves, idle and self._alone)
 
     def failed(self, requests: Iterable[str]) -> None:
         """These requests' loads failed: what the engine still wants of them it computes, however often it asks."""

@@ -28,6 +28,7 @@ COUNTERS: Mapping[str, str] = MappingProxyType(
         "read_ms": "Milliseconds of reading and checking packets",
         "decode_ms": "Milliseconds of decoding packets",
         "mapped_tokens": "Tokens mapped from another model's packets",
+        "declined": "Requests whose mapped prefix the gate declined",
         "map_ms": "Milliseconds of mapping, the gate's look and what the target prefills itself included",
         "install_ms": "Milliseconds of filling pages",
         "load_failures": "Requests whose prefix could not be loaded in full",

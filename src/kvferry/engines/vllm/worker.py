@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvferry.engines.vllm.config import ConnectorConfig
-from kvferry.engines.vllm.crossing import Crossing
+from kvferry.engines.vllm.crossing import Crossing, Declined
 from kvferry.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from kvferry.engines.vllm.pages import Pages
 from kvferry.engines.vllm.segments import make_segment
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PENDING_SAVES = 32
 """Chunks that wait for the thread that saves, at 16 bit in memory; after so many the engine waits for it."""
 
-IDLE_WAIT = 0.01
+IDLE_WAIT = 0.002
 """Seconds that an engine with nothing to compute waits for a load before it looks for new requests again."""
 
 
@@ -124,9 +124,18 @@ class WorkerSide:
         filled = job.start
         failure: BaseException | None = None
         try:
+            if self._crossing is not None and job.first not in job.entries and self._crossing.unjudged(job.first.key):
+                # That the engine has the first tokens by itself does not mean that the gate let them pass.
+                judged = decode(self._read(job, job.first), max_bytes=self._config.max_bytes)
+                with self.counts.timed("map_ms"):
+                    self._crossing.map(judged, job.first.key)
             for entry in job.entries:
                 self._fill(job, entry, filled)
                 filled = min(entry.stop, job.stop)
+        except Declined as error:
+            failure = error
+            self.counts.add("declined")
+            logger.warning("request %s is computed here from token %d on: %s", job.request, filled, error)
         except (KVFerryError, OSError) as error:
             failure = error
             self.counts.add("load_failures")
@@ -148,28 +157,39 @@ class WorkerSide:
     def _fill(self, job: LoadJob, entry: Entry, start: int) -> None:
         """Put the tokens of an entry from ``start`` on, as far as they are wanted, into their pages."""
         stop = min(entry.stop, job.stop)
-        with self.counts.timed("read_ms"):
-            try:
-                packet = self._store.get(entry.key, entry.kind)
-                want = self._identity if self._crossing is None else self._crossing.source
-                check_entry(packet.header, entry, job.token_ids, want)
-            except CorruptPacket:
-                self._store.discard(entry.key, entry.kind)
-                raise
+        packet = self._read(job, entry)
         with self.counts.timed("decode_ms"):
             snapshot = decode(packet, max_bytes=self._config.max_bytes)
         if self._crossing is not None:
             with self.counts.timed("map_ms"):
-                snapshot = self._crossing.map(snapshot)
+                snapshot = self._crossing.map(snapshot, job.first.key)
             self.counts.add("mapped_tokens", stop - start)
         with self.counts.timed("install_ms"):
             block = self._pages.block
             first, last = (start - job.start) // block, -(-(stop - job.start) // block)
-            self._pages.write(job.blocks[first:last], _pairs(snapshot, start - entry.start, stop - entry.start))
+            pairs = _pairs(snapshot, start - entry.start, stop - entry.start)
+            short = [index for index, (keys, _) in enumerate(pairs) if keys.shape[1] != stop - start]
+            if short:
+                raise UnsupportedCache(
+                    f"layers {short} slide over less than the packet and do not hold tokens {start}…{stop - 1} of it"
+                )
+            self._pages.write(job.blocks[first:last], pairs)
         self.counts.add("loaded_packets")
         self.counts.add("loaded_tokens", stop - start)
         self.counts.add("loaded_bytes", len(packet))
         self.counts.add("loaded_full_bytes", packet.full_bytes)
+
+    def _read(self, job: LoadJob, entry: Entry) -> Packet:
+        """An entry of the store, held against the prompt and the model that it is to be of."""
+        want = self._identity if self._crossing is None else self._crossing.source
+        with self.counts.timed("read_ms"):
+            try:
+                packet = self._store.get(entry.key, entry.kind)
+                check_entry(packet.header, entry, job.token_ids, want)
+            except CorruptPacket:
+                self._store.discard(entry.key, entry.kind)
+                raise
+        return packet
 
     def _save(self, job: SaveJob, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Put a chunk into the store; a failure is logged and counted: the engine's own work is not touched by it."""

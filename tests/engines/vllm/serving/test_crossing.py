@@ -11,7 +11,7 @@ import kvferry as kv
 from benchmarks.vllm_engine import Job, run
 from kvferry.engines.vllm.chain import chain
 from kvferry.engines.vllm.store import FolderStore
-from kvferry.evaluate.map_gate import CHECKED
+from kvferry.evaluate.map_gate import CHECKED_TOKENS
 from kvferry.evaluate.map_run import transfer
 from kvferry.hf.text import default_text
 from kvferry.map.gate import record_path
@@ -51,7 +51,7 @@ def test_a_decode_engine_of_another_model_goes_on_from_the_mapped_cache(tmp_path
         cache = None
         if held:
             sent = kv.capture(source, torch.tensor([prompts[index][:held]]))
-            cache = transfer(mapper, target, sent, native_prefix=CHECKED).snapshot.to_cache(target)
+            cache = transfer(mapper, target, sent, native_prefix=CHECKED_TOKENS).snapshot.to_cache(target)
         expected = next_tokens(target, prompts[index], answers.tokens[index], cache)
         for step, listed in enumerate(answers.logprobs[index]):
             for token, value in listed.items():
