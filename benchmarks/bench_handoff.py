@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench_handoff [--json FILE] [--small] [--log FILE] [--model NAME] [--threads N]
 
-`kvferry bench handoff` is the same, with every list an option. Where no shaped link can be made there are no rows, and
-the result says why. About an hour on two quiet cores; ``--small`` takes minutes.
+`kvferry bench handoff` is the same, with every list an option. One of the packets is of policy `klt`, which needs the
+model's transform: run `kvferry ship calibrate` before. Where no shaped link can be made there are no rows, and the
+result says why. About an hour on two quiet cores; ``--small`` takes minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import Path
 from benchmarks import record
 from kvferry.engines.handoff.bench import Arm, HandoffBenchResult, HandoffBenchSettings, run_bench
 from kvferry.engines.link import why_no_link
+
+ARMS = (Arm(1.0), Arm(0.52), Arm(0.28), Arm(0.28, progressive=True), Arm(0.05, "klt"))
+"""16 bit, the fast policy's budgets, a progressive packet, and the small policy's least one."""
 
 SMALL = {
     "tokens": (512, 1024),
@@ -35,7 +39,9 @@ def main() -> None:
     parser.add_argument("--log", type=Path, metavar="FILE", help="a stopped run goes on from it")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    settings = HandoffBenchSettings(options.model, repeats=options.repeats, threads=options.threads, seed=options.seed)
+    settings = HandoffBenchSettings(
+        options.model, arms=ARMS, repeats=options.repeats, threads=options.threads, seed=options.seed
+    )
     if options.small:
         settings = replace(settings, **SMALL)
     if missing := why_no_link():

@@ -187,3 +187,11 @@ def test_the_command_prints_rows_and_writes_tables(llama_folder: str, tmp_path: 
     assert row["pipelined"]
     assert row["bound"] is None
     assert table.read_text().count("| loopback") == 1
+
+
+def test_what_cannot_be_pipelined_is_measured_once() -> None:
+    settings = HandoffBenchSettings("model", (80,), ("loopback",), (Arm(0.28), Arm(0.05, "klt")))
+    modes = [(cell.arm.policy, cell.pipelined) for cell in settings.cells]
+    assert modes == [("auto", False), ("auto", True), ("klt", False)]
+    only = replace(settings, modes=(True,))
+    assert [cell.arm.policy for cell in only.cells] == ["auto", "klt"], "the one way that was asked for"
