@@ -57,6 +57,14 @@ bench-codec: $(BENCH_VENV)/.installed
 bench-memory bench-faults bench-fuzz: bench-%: $(STAMP)
 	$(BIN)/python -m benchmarks.$* --json docs/results/speed-$*.json
 
+# Time to the first token over shaped links: an hour, root, and iproute2.
+.PHONY: bench-handoff
+bench-handoff: export OMP_WAIT_POLICY = PASSIVE
+bench-handoff: $(STAMP)
+	$(BIN)/kvferry ship calibrate smollm2-135m
+	$(BIN)/python -m benchmarks.bench_handoff --log build/bench-handoff.jsonl --json docs/results/speed-handoff.json
+	$(BIN)/python -m benchmarks.speed_page docs/results
+
 $(BENCH_VENV)/.installed: $(STAMP)
 	test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch

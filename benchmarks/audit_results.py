@@ -1,5 +1,8 @@
 """The studies of ``docs/results/audit.md``: each a command of its own that goes on where it was stopped.
 
+What is kept of the very same command and revision is not run again. Two models at once, each with one thread, are twice
+as fast as one with two.
+
 python -m benchmarks.audit_results FOLDER DATA [--models a,b] [--parts a,b] [--threads N]
 """
 
@@ -9,13 +12,14 @@ import argparse
 import json
 from pathlib import Path
 
-from benchmarks.parts import TEXTS, call, keep, place
+from benchmarks.parts import TEXTS, call, is_kept, keep, place
 from kvferry.report.audit_page import write
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 
 _SHORT = ("--prefix", "64", "--suffix", "8")
 _FREE = ("--protocol", "free_run", "--new", "64")
+_STAGES = ("--protocol", "stage_replay", "--n", "24", "--new", "128", *_SHORT)
 _MANY = ("--n", "200", "--protocol", "fixed_prefix", *_SHORT)
 
 PARTS = {
@@ -23,7 +27,8 @@ PARTS = {
     "prefix-fp32": ("--dtype", "float32", *_MANY),
     "prefix-fp16": ("--dtype", "float16", *_MANY),
     "cause": ("--dtype", "bfloat16", "--protocol", "precision_2x2,batch", "--n", "24", *_SHORT),
-    "stages": ("--dtype", "bfloat16", "--protocol", "stage_replay", "--n", "24", "--new", "128", *_SHORT),
+    "stages": ("--dtype", "bfloat16", *_STAGES),
+    "stages-fp32": ("--dtype", "float32", *_STAGES),
     "carrier": (
         "--dtype",
         "bfloat16",
@@ -36,7 +41,9 @@ PARTS = {
         *_SHORT,
     ),
     "faults": ("--dtype", "bfloat16", "--protocol", "self_check", "--n", "5", *_SHORT),
-    "free-bf16": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--samplers", "greedy,top_k,top_p"),
+    "free-bf16": ("--dtype", "bfloat16", *_FREE, "--n", "60"),
+    # Answers are asked of greedy runs; of drawn ones, when they part.
+    "free-bf16-drawn": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--samplers", "top_k,top_p", "--until-split"),
     "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60"),
     "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20"),
 }
@@ -71,11 +78,15 @@ def main() -> None:
             if asked is None:
                 continue
             source = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
-            log = TEXTS.parent / f"audit-{model}-{part}.jsonl"
+            log = TEXTS.parent / f"audit-{model}.jsonl"  # parts share what they have in common
             own = ("--log", str(log), "--threads", str(given.threads), "--json")
-            found = call("audit", model, *asked, *source, *own, statuses=(0, 1))
-            json.loads(found)  # status 1 is a fault found; nothing printed would be a failure
-            keep(given.folder / f"audit-{model}-{part}.json", found)
+            path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
+            if is_kept(path, command):
+                continue
+            found = call(*command, statuses=(0, 1))
+            if json.loads(found)["result"] is None:  # status 1 is also that of a fault that was found
+                raise SystemExit(f"{model}, {part}: {json.loads(found)['error']}")
+            keep(path, found)
     print(write(given.folder))
 
 

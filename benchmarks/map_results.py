@@ -2,8 +2,9 @@
 
 python -m benchmarks.map_results FOLDER DATA [--parent M] [--parts a,b] [--minutes M] [--windows N] [--items N]
 
-Each part is a command of its own; fits and the distillation go on where they were stopped. Mappers are fitted on
-textbooks and judged on WikiText-2, on which nothing was chosen.
+Each part is a command of its own. What an earlier run has kept of the very same command and revision is not measured
+again; fits and the distillation go on where they were stopped. Mappers are fitted on textbooks and judged on
+WikiText-2, on which nothing was chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.map_studies import gate_rates, turns
-from benchmarks.parts import call, keep, place
+from benchmarks.parts import call, is_kept, keep, place
 from kvferry.report.map_page import write_map_page
 
 CHILD = Path("build/pairs/child")
@@ -41,6 +42,9 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "sequences-60": ("--top-k", "4", "--sequences", "60"),
 }
 """The paper's ablations, each beside ``ridge-k4``."""
+
+WHOLLY = ("ridge-k4", "head_local", "ridge+residual", "mlp")
+"""Judged by every kind of transfer, by tasks and needles: what `ridge-k4` is the basis of, and itself."""
 
 WHOLE = ("--native", "0,4", "--recompute-last", "64,128", "--recompute", "attention:0.05,error:0.05")
 PARTS = ("pair", "variants", "ablations", "bench", "turns", "gate")
@@ -85,25 +89,21 @@ class Study:
     def run(self, parts: list[str]) -> None:
         if "pair" in parts:
             limits = ("--minutes", str(self.given.minutes), "--tokens", str(self.given.tokens))
-            made = call(
-                *("pair", "make", self.given.parent, *self.texts, *limits, "-o", str(CHILD), *self.threads, "--json")
-            )
-            self.keep("pair", made)
+            self.run_once("pair", "pair", "make", self.given.parent, *self.texts, *limits, "-o", str(CHILD))
         child = str(CHILD)
         for direction in self.given.directions.split(","):
             ends = (child, self.given.parent) if direction == "up" else (self.given.parent, child)
             if "variants" in parts:
                 for name in [name for name in VARIANTS if name in self.chosen]:
                     self.fit(direction, name, VARIANTS[name], ends)
-                    self.judge(direction, name, full=name in ("ridge", "head_local", "ridge+residual", "mlp"))
+                    self.judge(direction, name, full=name in WHOLLY)
             if "ablations" in parts:
                 for name in [name for name in ABLATIONS if name in self.chosen]:
                     self.fit(direction, name, ABLATIONS[name], ends)
                     self.judge(direction, name, full=False)
             if "bench" in parts:
                 lengths = ("--lengths", "256,512,1024,2048,4096")
-                found = call("bench", "map", str(self.mapper(direction, "ridge-k4")), *lengths, *self.threads, "--json")
-                self.keep(f"{direction}-bench", found)
+                self.run_once(f"{direction}-bench", "bench", "map", str(self.mapper(direction, "ridge-k4")), *lengths)
         mappers = {name: self.mapper(name, "ridge-k4") for name in ("up", "down")}
         if "turns" in parts:
             turns(mappers, self.given.folder / "map-turns.json", self.judged)
@@ -114,12 +114,15 @@ class Study:
         return MAPPERS / f"{direction}-{name}"
 
     def fit(self, direction: str, name: str, asked: tuple[str, ...], ends: tuple[str, str]) -> None:
-        """Fit a mapper, unless the very same command has."""
-        sequences = () if "--sequences" in asked else ("--sequences", str(self.given.sequences))
+        """Fit a mapper; those that are made of the same moments share them."""
+        count = asked[asked.index("--sequences") + 1] if "--sequences" in asked else str(self.given.sequences)
+        kind = [word.lstrip("-") for word in asked if word in ("--no-strip", "--no-reapply")]
+        moments = MAPPERS / "-".join([direction, "moments", count, *kind])
         place_of = self.mapper(direction, name)
-        resume = ("--resume", str(MAPPERS / f"{direction}-{name}-moments"))
-        arguments = ("map", "fit", *ends, *self.texts, "-o", str(place_of), *asked, *sequences, *resume)
-        self.keep(f"{direction}-{name}-fit", call(*arguments, *self.threads, "--json"))
+        arguments = ("map", "fit", *ends, *self.texts, "-o", str(place_of), *asked, "--resume", str(moments))
+        self.run_once(
+            f"{direction}-{name}-fit", *arguments, *(() if "--sequences" in asked else ("--sequences", count))
+        )
 
     def judge(self, direction: str, name: str, *, full: bool) -> None:
         """Score a mapper on what nothing was chosen on; ``full``: with tasks, needles and every kind of transfer."""
@@ -127,14 +130,17 @@ class Study:
         more: tuple[Any, ...] = ()
         if full:
             more = (*WHOLE, "--tasks", str(self.tasks), "--items", str(self.given.items), "--needle")
-        found = call(
-            *("map", "eval", str(self.mapper(direction, name)), "--text", str(self.judged), *size, *more),
-            *(*self.threads, "--json"),
-        )
-        self.keep(f"{direction}-{name}-eval", found)
+        arguments = ("map", "eval", str(self.mapper(direction, name)), "--text", str(self.judged), *size, *more)
+        self.run_once(f"{direction}-{name}-eval", *arguments)
 
-    def keep(self, name: str, found: str) -> None:
-        keep(self.given.folder / f"map-{name}.json", found)
+    def run_once(self, name: str, *arguments: str) -> None:
+        """Run a command and keep what it says, unless it is kept already."""
+        path = self.given.folder / f"map-{name}.json"
+        asked = [*arguments, *self.threads, "--json"]
+        if is_kept(path, asked):
+            print(f"{path} is there", flush=True)
+        else:
+            keep(path, call(*asked))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from kvferry.cli.environment import git_revision
 
 TEXTS = Path("build/texts")
 """What commands read, by a path that means the same on every machine."""
@@ -32,6 +35,14 @@ def call(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
     if done.returncode not in statuses:
         raise subprocess.CalledProcessError(done.returncode, command)
     return done.stdout
+
+
+def is_kept(path: Path, arguments: Sequence[str]) -> bool:
+    """Whether a result of the very same command and revision lies there."""
+    if not path.exists():
+        return False
+    made = json.loads(path.read_text(encoding="utf-8"))["environment"]
+    return made["arguments"] == list(arguments) and made["git_revision"] == git_revision() is not None
 
 
 def keep(path: Path, found: str) -> None:

@@ -111,6 +111,16 @@ def test_verdicts_follow_the_evidence() -> None:
     assert worst(["rounding", "semantic", "identical"]) == "semantic"
 
 
+def test_a_verdict_claims_no_run_that_there_was_not() -> None:
+    def reason(**given: Any) -> str:
+        return decide(Evidence(**({"replicas": True, "identical": False} | given))).reasons[0]
+
+    assert "when shapes are matched" in reason(vanishes=True, shapes_match=True)
+    assert "in the shapes of their matrices alone" in reason(vanishes=True, shapes_match=True, shapes_alone=True)
+    assert "shrinks with precision" in reason(vanishes=True)
+    assert "is not shown" in reason()
+
+
 def test_bounds_lie_between_rounding_and_faults() -> None:
     own = {name: np.array([0.0, 0.02]) for name in ("keys", "values", "attention", "residual")}
     bounds = precision_bounds(own, "bfloat16", "float64")["keys"]

@@ -34,7 +34,10 @@ def trained(pair: tuple[Any, Any], variant: str, settings: TrainSettings, steps:
     for seed in range(steps):
         ids = tiny.prompt(1, 120, seed=seed)
         trainer.step(builders.cached(pair[0], ids), builders.cached(pair[1], ids, query_window=64))
-    return linear, trainer.finish({"steps": steps}), trainer
+    trainer.forget()
+    ids = tiny.prompt(1, 200, seed=999)
+    trainer.step(builders.cached(pair[0], ids), builders.cached(pair[1], ids, query_window=64), learn=False)
+    return linear, trainer.finish({"steps": steps}, trainer.r2()), trainer
 
 
 def errors(pair: tuple[Any, Any], mapper: Mapper) -> float:
@@ -77,6 +80,12 @@ def test_a_perceptron_learns_the_map(pair: tuple[Any, Any]) -> None:
     assert all(part.affine is None and len(part.hidden) == 3 for part in made.parts)
     assert errors(pair, made) < 0.6 * errors(pair, raw)
     assert errors(pair, made) < 1
+    ids = tiny.prompt(1, 200, seed=999)
+    x, y = made.map(builders.cached(pair[0], ids)).layers[-1].values, builders.cached(pair[1], ids).layers[-1].values
+    missed, whole = (x - y)[0, :, 2:], (y - y[:, :, 2:].mean(dim=2, keepdim=True))[0, :, 2:]
+    own = 1 - missed.square().sum(dim=(1, 2)) / whole.square().sum(dim=(1, 2))
+    assert made.measures["r2"]["values"][-1] == pytest.approx(float(own.mean()), abs=0.02), "its own, not ridge's"
+    assert raw.measures["r2"]["values"][-1] < made.measures["r2"]["values"][-1] - 0.1
 
 
 def test_the_papers_perceptron() -> None:

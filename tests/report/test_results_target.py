@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks import ship_results
+from benchmarks import parts, ship_results
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +53,17 @@ def test_a_part_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path, monke
     with pytest.raises(subprocess.CalledProcessError):
         ship_results.run("small", "some-model", Path("words.txt"), given)
     assert path.read_text() == '{"result": 1}'
+
+
+def test_what_the_same_command_and_revision_kept_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "map-up-fit.json", ["map", "fit", "--json"]
+    assert not parts.is_kept(path, asked)
+    path.write_text(json.dumps({"environment": {"arguments": asked, "git_revision": "abc"}}))
+    for revision, arguments, kept in (("abc", asked, True), ("abd", asked, False), ("abc", [*asked, "-v"], False)):
+        monkeypatch.setattr(parts, "git_revision", lambda revision=revision: revision)
+        assert parts.is_kept(path, arguments) is kept
+    path.write_text(json.dumps({"environment": {"arguments": asked, "git_revision": None}}))
+    monkeypatch.setattr(parts, "git_revision", lambda: None)
+    assert not parts.is_kept(path, asked), "a revision that nobody knows is never the same"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
 import torch
 
 from kvferry.audit.arm import CACHE_OFF, CACHE_ON, Arm
@@ -85,7 +88,7 @@ def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
         n=len(records),
         measures=measures,
         reasons=tuple(reasons),
-        verdicts={verdict: len(explained)},
+        verdicts=dict(Counter(one["verdict"] for one in explained)),
         replicas=sum(one["replicas"] for one in explained),
         detail={"sampler": seeded.to_json(), "survival": curve, "splits": _splits(records)},
     )
@@ -110,9 +113,7 @@ def free_measures(study: Study, records: list[Record]) -> tuple[dict[str, Measur
         record["margins"][0] for record in records if record["margins"] is not None and record["margins"][0] is not None
     ]
     if margins:
-        found["margin_at_divergence_median"] = Measure(
-            float(torch.tensor(margins, dtype=torch.float64).median()), len(margins), None, "prompts"
-        )
+        found["margin_at_divergence_median"] = Measure(float(np.median(margins)), len(margins), None, "prompts")
     return found | _answer_measures(study, records), curve.to_json()
 
 

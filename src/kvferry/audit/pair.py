@@ -108,10 +108,11 @@ def _explained(
     reference, other = first.arm, second.arm
     if controls.shapes:
         matched = matched_arm(reference, other)
-        # An arm without a change is itself the reference in these shapes: its replica has told.
-        same = runs.trace(matched).same_outputs(second) if _differ(matched, other) else True
+        alone = not _differ(matched, other)
+        told = evidence.replicas if controls.replicas else None
+        same = told if alone else runs.trace(matched).same_outputs(second)
         record["shapes_match"] = same
-        evidence = replace(evidence, shapes_match=same)
+        evidence = replace(evidence, shapes_match=same, shapes_alone=alone)
     dtype = reference.dtype or runs.models.dtype
     fine = finer(dtype) if controls.precision else None
     if fine is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -217,7 +218,7 @@ def _finding(study: Study, records: list[Record], explained: list[Record], direc
         n=len(records),
         measures=measures,
         reasons=(why, *shown["reasons"]),
-        verdicts={verdict: len(explained)},
+        verdicts=dict(Counter(one["verdict"] for one in explained)),
         replicas=sum(one["replicas"] for one in explained),
         detail={"direction": direction, "matrix": matrix, "horizon": settings.horizon},
     )

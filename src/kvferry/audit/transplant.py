@@ -7,9 +7,11 @@ controls: a recipient given its own cache again, and a donor built a second time
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from kvferry.audit.arm import CACHE_ON, Arm
@@ -180,7 +182,7 @@ def _finding(records: list[Record], explained: list[Record], direction: str, arm
             "n": len(among),
             "exact": exact,
             "n_exact": len(every),
-            "restored_median": float(torch.tensor(restored).median()) if restored else None,
+            "restored_median": float(np.median(restored)) if restored else None,
         }
         if among:
             measures[f"{name}: tokens recovered"] = rate(recovered, len(among), "sequences")
@@ -212,7 +214,7 @@ def _finding(records: list[Record], explained: list[Record], direction: str, arm
         n=len(records),
         measures=measures,
         reasons=(carrier, *reasons),
-        verdicts={verdict: len(explained)},
+        verdicts=dict(Counter(one["verdict"] for one in explained)),
         replicas=sum(
             record[direction]["control: built again"]["logits_equal"]
             and record[direction]["control: donor built again"]["logits_equal"]

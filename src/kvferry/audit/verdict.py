@@ -32,6 +32,7 @@ class Evidence:
         nonfinite: ``(arm, layer, tensor, position)`` of the first NaN or infinity.
         vanishes: the difference shrinks with precision as rounding does; ``None``: not tried.
         shapes_match: the reference, run in the other arm's shapes, gives the other arm's bits; ``None``: not tried.
+        shapes_alone: in these shapes the reference is the other arm itself: its replica is that run.
         declared: the difference is what a declared lossy stage costs.
         unexplained_flips: flips whose margin is beyond what rounding reaches.
         notes: words for each of these that a reader needs.
@@ -42,6 +43,7 @@ class Evidence:
     nonfinite: tuple[str, int, str, int] | None = None
     vanishes: bool | None = None
     shapes_match: bool | None = None
+    shapes_alone: bool = False
     declared: bool = False
     unexplained_flips: int = 0
     notes: tuple[str, ...] = ()
@@ -76,7 +78,14 @@ def decide(evidence: Evidence) -> Verdict:
         reason = f"{evidence.unexplained_flips} flips with margins beyond rounding; precision was not tried"
         return Verdict("semantic", (reason, *notes))
     if evidence.shapes_match and evidence.replicas:
-        return Verdict("kernel-shape", ("vanishes to the bit when shapes are matched", *notes))
+        reason = (
+            "the arms differ in the shapes of their matrices alone, and either gives the same bits twice"
+            if evidence.shapes_alone
+            else "vanishes to the bit when shapes are matched"
+        )
+        return Verdict("kernel-shape", (reason, *notes))
+    if evidence.vanishes is None:
+        return Verdict("rounding", ("nothing finer was run: that it is no more than rounding is not shown", *notes))
     return Verdict("rounding", ("shrinks with precision as rounding does", *notes))
 
 

@@ -36,14 +36,19 @@ def environment(common: Common) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit of the checkout that this package runs from, ``+`` where files differ from it; else ``None``."""
+    """The commit of the checkout that this package runs from, ``+`` where files differ from it; else ``None``.
+
+    Results are not what they were made with: those of one study do not make the next one's code another.
+    """
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists() or not (root / "src" / "kvferry").is_dir():
         return None
     head = _git(root, "rev-parse", "HEAD")
     if head is None:
         return None
-    return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    return head + (
+        "+" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs/results") else ""
+    )
 
 
 def cpu_name() -> str:

@@ -161,7 +161,7 @@ def fit(
         if rows:
             map_fit.choose_best(run, rows)
         mapper = map_fit.finish(first, second, run, seed=common.seed, on_step=told)
-    seconds = time.perf_counter() - began
+    seconds = run.earlier + time.perf_counter() - began
     mapper.save_pretrained(output)
     r2 = mapper.measures["r2"]
     result = {
@@ -178,7 +178,7 @@ def fit(
         "tries": rows,
         "moments_bytes": run.calibration.nbytes,
         "made": dict(mapper.made),
-        "seconds": {"fit": seconds, "models": run.model_seconds, "ratio": seconds / max(run.model_seconds, 1e-9)},
+        "seconds": {"fit": seconds, "models": run.model_seconds, "ratio": seconds / run.model_seconds},
     }
 
     def show() -> None:

@@ -163,8 +163,9 @@ class Collected:
         calibration: the moments.
         sequences: token ids, each ``(1, length)``.
         text_digest: SHA-256 of them.
-        model_seconds: time that the two models ran.
-        seconds: whole time, without loading the models.
+        model_seconds: time that the two models ran, earlier runs that were gone on from included.
+        seconds: whole time, without loading the models; likewise.
+        earlier: seconds of those earlier runs.
     """
 
     calibration: Calibration
@@ -172,6 +173,7 @@ class Collected:
     text_digest: str
     model_seconds: float
     seconds: float
+    earlier: float = 0.0
 
     def made(self) -> dict[str, Any]:
         """For the mapper's record."""
@@ -209,7 +211,8 @@ def collect(
     folder = None if resume is None else Path(resume) / f"rank-{rank}-of-{world}"
     done = 0 if folder is None else calibration.load(folder, digest)
     began = saved = time.perf_counter()
-    ran = 0.0
+    spent = calibration.spent
+    before = spent["whole"]
     if not done:
         calibration.centre(*_both(calibration, source, target, sequences[0]))
     # Groups of sequences are multiplied together, and a group is one rank's: the products are the same, bit for bit,
@@ -221,18 +224,21 @@ def collect(
             continue
         if on_step is not None:
             on_step(place, len(mine), "sequences")
-        ran += add_sequence(calibration, source, target, sequences[index], index, through)
+        spent["models"] += add_sequence(calibration, source, target, sequences[index], index, through)
         if (index + 1) % GROUP == 0:
             calibration.flush()
             if folder is not None and time.perf_counter() - saved >= wanted.checkpoint_seconds:
+                spent["whole"] = before + time.perf_counter() - began
                 calibration.save(folder, place + 1, digest)
                 saved = time.perf_counter()
     calibration.flush()
+    spent["whole"] = before + time.perf_counter() - began
     if folder is not None and len(mine) > done:
         calibration.save(folder, len(mine), digest)
     if world > 1:
         calibration.all_reduce(group)
-    return Collected(calibration, sequences, digest, ran, time.perf_counter() - began)
+    whole = before + time.perf_counter() - began
+    return Collected(calibration, sequences, digest, spent["models"], whole, before)
 
 
 def start_calibration(

@@ -57,12 +57,13 @@ def train(
         )
 
     def measured() -> dict[str, float]:
+        trainer.forget()
         found = [trainer.step(*caches(ids), learn=False) for ids in held]
         return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
 
     judge = "attention" if wanted.on_attention else "rows"
     before = best = measured()
-    kept, chosen = trainer.weights(), 0
+    kept, chosen, r2 = trainer.weights(), 0, trainer.r2()
     for step in range(total):
         if on_step is not None:
             on_step(step, total, "training")
@@ -70,7 +71,7 @@ def train(
         if (step + 1) % len(fit) == 0:
             found = measured()
             if found[judge] < best[judge]:
-                best, kept, chosen = found, trainer.weights(), (step + 1) // len(fit)
+                best, kept, chosen, r2 = found, trainer.weights(), (step + 1) // len(fit), trainer.r2()
     trainer.restore(kept)
     record: dict[str, Any] = {
         "epochs": wanted.epochs,
@@ -80,4 +81,4 @@ def train(
         **{f"held_{name}_error_before": round(value, 6) for name, value in before.items()},
         **{f"held_{name}_error": round(value, 6) for name, value in best.items()},
     }
-    return trainer.finish(record)
+    return trainer.finish(record, r2)

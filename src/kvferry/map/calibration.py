@@ -75,6 +75,8 @@ class Calibration:
         self.layouts = layouts_of(source, target, recipe.sources, reach)
         self.moments = {split: [Moments.empty(layout) for layout in self.layouts] for split in SPLITS}
         self._rows = {split: [_Rows() for _ in self.layouts] for split in SPLITS}
+        self.spent = {"models": 0.0, "whole": 0.0}
+        """Seconds that it took so far, in earlier runs too: of the two models, and in all."""
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -183,7 +185,7 @@ class Calibration:
         for split in SPLITS:
             for place, moments in enumerate(self.moments[split]):
                 moments.save(path / f"{_generation(done, of)}-{split}-{place}.safetensors")
-        write_text(path / _STATE, json.dumps({"done": done, "of": of, "fit": self._name()}))
+        write_text(path / _STATE, json.dumps({"done": done, "of": of, "fit": self._name(), "spent": self.spent}))
         for old in path.glob("*.safetensors"):
             if not _current(path, old.name):
                 old.unlink()
@@ -198,7 +200,7 @@ class Calibration:
         state = _read_state(Path(folder))
         if state is None:
             return 0
-        done, text, fit = state
+        done, text, fit, spent = state
         if (text, fit) != (of, self._name()):
             raise IncompatibleIdentity(
                 f"{folder} holds the moments of another fit: name another folder, or remove it",
@@ -208,6 +210,7 @@ class Calibration:
             for place, layout in enumerate(self.layouts):
                 path = Path(folder) / f"{_generation(done, of)}-{split}-{place}.safetensors"
                 self.moments[split][place] = Moments.load(path, layout)[0]
+        self.spent = spent
         return done
 
     def _name(self) -> str:
@@ -239,13 +242,18 @@ def _current(folder: Path, name: str) -> bool:
     return state is not None and name.startswith(f"{_generation(state[0], state[1])}-")
 
 
-def _read_state(folder: Path) -> tuple[int, str, str] | None:
+def _read_state(folder: Path) -> tuple[int, str, str, dict[str, float]] | None:
     from kvferry.snapshot.strict_json import parse_json
 
     path = folder / _STATE
     if not path.is_file():
         return None
     match parse_json(path.read_text(encoding="utf-8", errors="replace"), "the state of a fit"):
-        case {"done": int(done), "of": str(of), "fit": str(fit)} if done >= 0:
-            return done, of, fit
+        case {
+            "done": int(done),
+            "of": str(of),
+            "fit": str(fit),
+            "spent": {"models": float(models), "whole": float(whole)},
+        } if done >= 0:
+            return done, of, fit, {"models": models, "whole": whole}
     raise CorruptPacket(f"{path} is no state of a fit: remove the folder")

@@ -101,6 +101,25 @@ class Trainer:
             self._optimizer.step()
         return {name: sum(values) / len(values) for name, values in errors.items() if values}
 
+    def forget(self) -> None:
+        """Begin to sum for `r2` anew."""
+        for learner in self._learners:
+            learner.missed, learner.whole = torch.zeros(2, learner.part.heads, dtype=torch.float64)
+
+    def r2(self) -> dict[str, list[float]]:
+        """R² by target layer of keys and values, mean over heads, of what `step` has seen since `forget`."""
+        found: dict[str, list[float]] = {}
+        for side in ("keys", "values"):
+            layers: dict[int, list[_Learner]] = {}
+            for learner in self._learners:
+                if learner.part.target.side == side:
+                    layers.setdefault(learner.part.target.layer, []).append(learner)
+            found[side] = [
+                float(torch.cat([1 - one.missed / one.whole.clamp_min(1e-30) for one in own]).mean())
+                for _, own in sorted(layers.items())
+            ]
+        return found
+
     def weights(self) -> list[Tensor]:
         """A copy of what has been learnt so far, for `restore`."""
         return [weight.detach().clone() for learner in self._learners for weight in learner.weights]
@@ -112,10 +131,11 @@ class Trainer:
             for weight, kept in zip(own, weights, strict=True):
                 weight.copy_(kept)
 
-    def finish(self, made: Mapping[str, Any]) -> Mapper:
-        """The mapper with what was learnt; ``made`` is added to its record."""
+    def finish(self, made: Mapping[str, Any], r2: Mapping[str, Sequence[float]]) -> Mapper:
+        """The mapper with what was learnt: ``made`` is added to its record, ``r2`` is its own, not the linear map's."""
         parts = tuple(learner.finished() for learner in self._learners)
-        return replace(self.mapper, parts=parts, made={**self.mapper.made, **made})
+        measures = {**self.mapper.measures, "r2": {side: list(values) for side, values in r2.items()}}
+        return replace(self.mapper, parts=parts, made={**self.mapper.made, **made}, measures=measures)
 
     def _loss(
         self,
@@ -141,6 +161,10 @@ class Trainer:
             want = want[:, part.first_head * size : (part.first_head + part.heads) * size]
             missed = ((y - want) / learner.spread).square().mean()
             errors["rows"].append(float(missed.detach()))
+            with torch.no_grad():
+                for sums, off in ((learner.missed, y - want), (learner.whole, want - learner.centre)):
+                    squares = off.double().square().reshape(len(off), part.heads, size)
+                    sums.add_(squares.sum(dim=(0, 2)))
             loss = loss + self.settings.on_rows * missed
             mapped[part.target.side].append((part.first_head, heads_of(y[None], part.heads)))
         if self.settings.on_attention and layer.first == 0:
@@ -191,6 +215,8 @@ class _Learner:
         self.part = part
         self._mean, self._deviation, level, spread = _scales(part, calibration)
         self._level, self.spread = (torch.zeros_like(level) if settings.affine else level), spread
+        self.centre = level
+        self.missed, self.whole = torch.zeros(2, part.heads, dtype=torch.float64)
         self._affine = part.affine if settings.affine else None
         sizes = [len(self._mean), *settings.hidden, len(self.spread)]
         self._weights: list[tuple[Tensor, Tensor]] = []

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InvalidInput
+from kvferry.evidence.statistics import wilson
 from kvferry.report.tables import made_with
 from kvferry.snapshot.files import write_text
 
 Row = Mapping[str, Any]
+
+HARMLESS = ("identical", "kernel-shape", "rounding")
+"""Verdicts that a clean pair of runs may have."""
 
 LIVE = ("incremental", "decoded(16)")
 """Constructions that stand for a cache as it is decoded."""
@@ -53,6 +58,8 @@ def page(results: Mapping[str, Row]) -> str:
                 for name, one in found
             ],
         ),
+        "\n## Free runs\n",
+        _free(found),
         "\n## Nearer to float64\n",
         _oracle(found),
         "\n## Transplants and patches\n",
@@ -106,14 +113,17 @@ def sentences(found: Sequence[tuple[str, Row]]) -> list[str]:
                 "neither" if ci is None or ci[0] <= 0 <= ci[1] else "cache ON" if measure["value"] < 0 else "cache OFF"
             )
             said.append(f"{name}, {one['arms'][0]['dtype']}: nearer to float64 is {side} ({_measure(measure)}).")
-    semantic = sum(
-        one["verdicts"].get("semantic", 0) for _, one in found if one["protocol"] not in ("self_check", "given_cache")
-    )
-    clean = sum(
-        sum(one["verdicts"].values()) for _, one in found if one["protocol"] in ("fixed_prefix", "stage_replay")
-    )
-    if clean:
-        said.append(f"Of {clean} clean pairs of runs, {semantic} were called semantic.")
+    clean: Counter[str] = Counter()
+    for _, one in found:
+        if one["protocol"] in ("fixed_prefix", "stage_replay"):
+            clean.update(one["verdicts"])
+    judged = sum(clean[verdict] for verdict in HARMLESS) + clean["semantic"]
+    if judged:
+        low, high = wilson(clean["semantic"], judged)
+        said.append(
+            f"Of {judged} clean pairs of runs that did not overflow, {clean['semantic']} were called semantic "
+            f"[{low:.2%}, {high:.2%}]."
+        )
     caught = [one["measures"]["caught"] for _, one in found if one["protocol"] == "self_check"]
     if caught:
         hits = sum(round(one["value"] * one["n"]) for one in caught)
@@ -182,6 +192,19 @@ PAPERS: tuple[tuple[str, str, str, str, str, Callable[[Row], bool]], ...] = (
 """What, the figure of either paper, the protocol and measure that answer it here, and of which findings."""
 
 
+FREE = (
+    ("prompts_diverging", "prompts that diverge"),
+    ("divergence_per_token_at_risk", "a token at risk"),
+    ("first_divergence_median", "first divergence, median of all"),
+    ("accuracy_reference", "answers right, OFF"),
+    ("accuracy_other", "answers right, ON"),
+    ("accuracy_difference", "ON less OFF"),
+    ("accuracy_mcnemar_p", "McNemar's p"),
+    ("answers_differing", "answers that differ"),
+)
+"""Measures of free runs, and what they are called."""
+
+
 def _oracle(found: Sequence[tuple[str, Row]]) -> str:
     lines = [
         (
@@ -206,6 +229,27 @@ def _oracle(found: Sequence[tuple[str, Row]]) -> str:
     )
 
 
+def _free(found: Sequence[tuple[str, Row]]) -> str:
+    lines = [
+        (
+            name,
+            one["arms"][-1]["dtype"],
+            one["detail"]["sampler"]["name"],
+            *(_measure(one["measures"][key]) if key in one["measures"] else "" for key, _ in FREE),
+        )
+        for name, one in found
+        if one["protocol"] == "free_run"
+    ]
+    return _table(("run", "dtype", "sampler", *(title for _, title in FREE)), lines)
+
+
+def _counted(hits: int, n: int) -> str:
+    if not n:
+        return "0 of 0"
+    low, high = wilson(hits, n)
+    return f"{hits} of {n} [{low:.2f}, {high:.2f}]"
+
+
 def _matrices(found: Sequence[tuple[str, Row]]) -> str:
     lines = []
     for name, one in found:
@@ -216,8 +260,8 @@ def _matrices(found: Sequence[tuple[str, Row]]) -> str:
                     name,
                     one["detail"]["direction"],
                     part,
-                    f"{row['recovered']} of {row['n']}",
-                    f"{row['exact']} of {row['n_exact']}",
+                    _counted(row["recovered"], row["n"]),
+                    _counted(row["exact"], row["n_exact"]),
                     "" if row["restored_median"] is None else f"{row['restored_median']:.3g}",
                 )
                 for part, row in matrix.items()

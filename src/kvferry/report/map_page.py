@@ -63,8 +63,10 @@ def write_map_page(folder: Path, files: Iterable[Path]) -> str:
 def _pair(result: Row) -> list[str]:
     rows = [("layers kept", ", ".join(map(str, result["kept"])))]
     for key, value in result["made"].items():
-        if isinstance(value, str | int | float):
-            rows.append((key, f"{value:.4g}" if isinstance(value, float) else str(value)))
+        within = value if isinstance(value, Mapping) else {"": value}
+        for name, own in within.items():
+            if isinstance(own, str | int | float):
+                rows.append((f"{key} {name}".strip(), f"{own:.4g}" if isinstance(own, float) else str(own)))
     return markdown(("", ""), rows)
 
 
@@ -84,9 +86,10 @@ def _direction(mine: Mapping[str, Row]) -> list[str]:
             f"### {name}",
             "",
             f"{size['windows']} windows of {size['prefix']} + {size['suffix']} tokens; the target's own cache through "
-            f"the whole path: {exact}.",
+            f"the whole path: {exact}. *computed*: of the prefix, what the target ran on; *time*: of mapping and "
+            "of that, over the target's own prefill.",
             "",
-            *markdown(_ROW_HEAD, [_eval_row(row) for row in result["rows"]]),
+            *markdown(_ROW_HEAD, [_eval_row(row, result["seconds"]["prefill"]) for row in result["rows"]]),
             "",
         ]
         if result["tasks"]:
@@ -124,15 +127,28 @@ def _tries(tries: Sequence[Row]) -> list[str]:
     return markdown(("layers", "λ", "R² keys", "R² values"), rows)
 
 
-_ROW_HEAD = ("target goes on from", "ppl", "KL mean", "p95", "max", "top-1", "context gain", "cosine", "computed")
+_ROW_HEAD = (
+    "target goes on from",
+    "ppl",
+    "KL mean",
+    "p95",
+    "max",
+    "top-1",
+    "context gain",
+    "cosine",
+    "computed",
+    "time",
+)
 
 
-def _eval_row(row: Row) -> tuple[str, ...]:
+def _eval_row(row: Row, prefill: float) -> tuple[str, ...]:
+    """``prefill``: seconds of the target's own, of which *time* is the share."""
+    took = sum(row["seconds"].values())
     gain = row["context_gain"]
     interval = "" if gain["ci"] is None else f" [{gain['ci'][0]:.3f}, {gain['ci'][1]:.3f}]"
     return (
         row["name"],
-        f"{row['ppl']:.2f}",
+        _number(row["ppl"], 2),
         _number(row["kl_mean"], 4),
         _number(row["kl_p95"], 3),
         _number(row["kl_max"], 2),
@@ -140,6 +156,7 @@ def _eval_row(row: Row) -> tuple[str, ...]:
         "" if gain["recovered"] is None else f"{gain['recovered']:.3f}{interval}",
         _number(row["attention_cosine"]),
         "" if row["share"] is None else f"{100 * row['share']:.1f}%",
+        f"{100 * took / prefill:.1f}%" if took else "",
     )
 
 
