@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,3 +51,12 @@ def test_a_page_is_what_its_files_give(name: str, tmp_path: Path) -> None:
         shutil.copy(file, tmp_path)
     WRITERS[name](tmp_path)
     assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+
+
+def test_commands_can_be_given_anywhere() -> None:
+    """What made a result is told by paths that mean the same in every checkout."""
+    files = sorted(RESULTS.glob("*.json"))
+    assert files
+    for file in files:
+        words = json.loads(file.read_text(encoding="utf-8"))["environment"]["arguments"]
+        assert [word for word in words if word.startswith(("/", "~"))] == [], file.name

@@ -213,6 +213,10 @@ def collect(
     began = saved = time.perf_counter()
     spent = calibration.spent
     before = spent["whole"]
+
+    def elapsed() -> float:
+        return before + time.perf_counter() - began
+
     if not done:
         calibration.centre(*_both(calibration, source, target, sequences[0]))
     # Groups of sequences are multiplied together, and a group is one rank's: the products are the same, bit for bit,
@@ -228,17 +232,16 @@ def collect(
         if (index + 1) % GROUP == 0:
             calibration.flush()
             if folder is not None and time.perf_counter() - saved >= wanted.checkpoint_seconds:
-                spent["whole"] = before + time.perf_counter() - began
+                spent["whole"] = elapsed()
                 calibration.save(folder, place + 1, digest)
                 saved = time.perf_counter()
     calibration.flush()
-    spent["whole"] = before + time.perf_counter() - began
+    spent["whole"] = elapsed()
     if folder is not None and len(mine) > done:
         calibration.save(folder, len(mine), digest)
     if world > 1:
         calibration.all_reduce(group)
-    whole = before + time.perf_counter() - began
-    return Collected(calibration, sequences, digest, spent["models"], whole, before)
+    return Collected(calibration, sequences, digest, spent["models"], elapsed(), before)
 
 
 def start_calibration(

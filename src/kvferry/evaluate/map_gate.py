@@ -19,7 +19,7 @@ from kvferry.evaluate.map_fit import with_tokenizer
 from kvferry.evaluate.map_run import Transfer, transfer
 from kvferry.hf.capture import capture
 from kvferry.hf.identity import identity_of
-from kvferry.map.gate import Acceptance, Floors, Measured, kept, objections, too_native, weights_of
+from kvferry.map.gate import Acceptance, Floors, Measured, objections, standing, too_native, weights_of
 from kvferry.map.mapper import Mapper
 from kvferry.snapshot import Snapshot
 from kvferry.snapshot.rope import Rotary
@@ -189,13 +189,8 @@ def guarded_transfer(
     """
     bar = floors or Floors()
     identity = identity_of(target)
-    known = kept(mapper, identity) if acceptance is None else acceptance
-    reasons: tuple[str, ...] = ()
+    reasons = standing(mapper, identity, bar, acceptance)
     found: Check | None = None
-    if known is None:
-        reasons = ("nobody has judged this mapper for this target here: run 'kvferry map gate'",)
-    else:
-        reasons = known.against(mapper, identity, bar)
     if not reasons:
         try:
             identity.require_compatible(mapper.target, "this model is not the mapper's target")

@@ -184,6 +184,15 @@ def kept(mapper: Mapper, target: Identity) -> Acceptance | None:
     return load_acceptance(path) if path.is_file() else None
 
 
+def standing(mapper: Mapper, target: Identity, floors: Floors, record: Acceptance | None = None) -> tuple[str, ...]:
+    """Every reason why a mapper may not serve ``target`` under ``floors``, by a receiver's record on it, by default the
+    kept one; empty: it may."""
+    known = kept(mapper, target) if record is None else record
+    if known is None:
+        return ("nobody has judged this mapper for this target here: run 'kvferry map gate'",)
+    return known.against(mapper, target, floors)
+
+
 def load_acceptance(path: Path) -> Acceptance:
     """A record from disk.
 

@@ -9,14 +9,14 @@ Row = Mapping[str, Any]
 
 _PARTS = ("prefill", "encode", "wire", "decode", "install", "first_token")
 _EXPLAINED = (
-    "Medians of n hand-offs (quartiles in brackets), in milliseconds. Two processes in two network namespaces, joined "
-    "by a real link shaped with `tc`; encrypted; both models loaded and warm; combinations in random order. Parts of a "
-    "pipelined hand-off overlap. *wire* is the time during which at least one frame was under way. *computed* is the "
-    "packet's bytes over the link's rate. A *progressive* packet is refined after the first token, until the cache is "
-    "exact. *unshipped* is the prompt's TTFT in the producer alone. *bound* is "
-    "1.1 · (max(prefill, wire) + min(prefill, wire) / layers) + install + first token, each as measured in the plain "
-    "hand-offs beside it, which send the same packet after the prefill; *met by* is the share of hand-offs that meet "
-    "it with their own prefill instead."
+    "Medians of n hand-offs (quartiles in brackets, where there are several), in milliseconds. Two processes in "
+    "two network namespaces, joined by a real link shaped with `tc`; encrypted; both models loaded and warm; "
+    "combinations in random order. Parts of a pipelined hand-off overlap. *wire* is the time during which at "
+    "least one frame was under way. *computed* is the packet's bytes over the link's rate. A *progressive* packet "
+    "is refined after the first token, until the cache is exact. *unshipped* is the prompt's TTFT in the producer "
+    "alone. *bound* is 1.1 · (max(prefill, wire) + min(prefill, wire) / layers) + install + first token, each as "
+    "measured in the plain hand-offs beside it, which send the same packet after the prefill; *met by* is the "
+    "share of hand-offs that meet it with their own prefill instead."
 )
 
 
@@ -52,7 +52,8 @@ def _verdict(rows: Sequence[Row]) -> list[str]:
     if not judged:
         return []
     met = sum(row["bound"]["met"] for row in judged)
-    return [f"The bound is met in {met} of {len(judged)} combinations.", ""]
+    least = min(row["n"] for row in judged)
+    return [f"The bound is met in {met} of {len(judged)} combinations, by the medians of n = {least} or more.", ""]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -77,7 +78,7 @@ def _cells(row: Row) -> list[str]:
         str(row["n"]),
         *(_ms(seconds[part]["median"]) for part in _PARTS),
         "" if computed is None else _ms(computed),
-        _spread(seconds["ttft"]),
+        _spread(seconds["ttft"], row["n"]),
         _ms(row["ttft_unshipped"]["median"]),
         f"{row['transfer_share']:.2f}",
         "" if bound is None else _ms(bound["seconds"]),
@@ -90,6 +91,8 @@ def _ms(value: float) -> str:
     return f"{1e3 * value:,.0f}" if value >= 0.01 else f"{1e3 * value:.1f}"
 
 
-def _spread(spread: Row) -> str:
+def _spread(spread: Row, n: int) -> str:
+    if n == 1:
+        return f"**{_ms(spread['median'])}**"
     low, high = spread["quartiles"]
     return f"**{_ms(spread['median'])}** [{_ms(low)} to {_ms(high)}]"

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from kvferry.engines.vllm.chain import LEAST_TAIL, chain, tail
+from kvferry.engines.vllm.chain import LEAST_TAIL, chain, chain_and_tail
 from kvferry.errors import InvalidInput
 
 
@@ -37,9 +37,15 @@ def test_keys_stay_what_they_are() -> None:
 def test_short_prompts_and_bad_chunks() -> None:
     assert chain([1, 2, 3], 4) == []
     assert chain([], 4) == []
-    for function in (chain, tail):
+    for function in (chain, chain_and_tail):
         with pytest.raises(InvalidInput, match="0 tokens"):
             function([1], 0)
+
+
+def tail(ids: list[int], chunk: int, namespace: str = "") -> str | None:
+    keys, last = chain_and_tail(ids, chunk, namespace)
+    assert keys == chain(ids, chunk, namespace)
+    return last
 
 
 def test_a_tail_stands_for_the_whole_prompt() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvferry as kv
-from kvferry.engines.vllm.chain import tail
+from kvferry.engines.vllm.chain import chain_and_tail
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.crossing import Crossing, crossing_of
 from kvferry.engines.vllm.interchange import publish
@@ -139,7 +139,7 @@ def test_what_passed_the_gate_once_serves_behind_the_engines_own_first_tokens(pa
 def test_a_prompt_too_short_for_the_gate_is_left_to_the_engine(pair: Pair, tmp_path: Path) -> None:
     _, source, _, _, _ = pair
     ids = prompt(40)
-    key = tail(ids[0].tolist(), LONG)
+    _, key = chain_and_tail(ids[0].tolist(), LONG)
     assert key is not None
     sent = kv.capture(source, ids)
     FolderStore(tmp_path).put(key, "segment", kv.encode(cut(sent, 0, 40, key)))

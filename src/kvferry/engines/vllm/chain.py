@@ -24,31 +24,20 @@ def chain(token_ids: Sequence[int], chunk: int, namespace: str = "") -> list[str
     Returns:
         32 hexadecimal digits each; equal only where all tokens up to there, chunk size and namespace are.
     """
-    _require(chunk)
-    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk)
+    return chain_and_tail(token_ids, chunk, namespace)[0]
 
 
-def tail(token_ids: Sequence[int], chunk: int, namespace: str = "") -> str | None:
-    """The key of a whole prompt, for what lies behind its last whole chunk; ``None``: not `LEAST_TAIL` tokens do.
-
-    Arguments as of `chain`.
+def chain_and_tail(token_ids: Sequence[int], chunk: int, namespace: str = "") -> tuple[list[str], str | None]:
+    """`chain`, and the key of the whole prompt, for what lies behind its last whole chunk; ``None``: not `LEAST_TAIL`
+    tokens do. Arguments as there.
     """
-    _require(chunk)
-    if len(token_ids) % chunk < LEAST_TAIL:
-        return None
-    return _keys(token_ids, chunk, namespace, len(token_ids) // chunk + 1)[-1]
-
-
-def _require(chunk: int) -> None:
     if chunk < 1:
         raise InvalidInput(f"a chunk of {chunk} tokens")
-
-
-def _keys(token_ids: Sequence[int], chunk: int, namespace: str, count: int) -> list[str]:
     ids = np.asarray(token_ids, dtype="<i8")
     parent = hashlib.sha256(f"kvferry chain 1\n{chunk}\n{namespace}".encode()).digest()
+    whole, rest = divmod(len(ids), chunk)
     keys = []
-    for index in range(count):
+    for index in range(whole + (rest >= LEAST_TAIL)):
         parent = hashlib.sha256(parent + ids[index * chunk : (index + 1) * chunk].tobytes()).digest()
         keys.append(parent.hex()[:32])
-    return keys
+    return keys[:whole], keys[whole] if rest >= LEAST_TAIL else None

@@ -8,7 +8,7 @@ first tokens of a prompt, on which the gate looks at what was mapped, and which 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from kvferry.errors import InvalidInput, UnsupportedCache
 from kvferry.evaluate.map_gate import CHECKED_TOKENS, LEAST_COMPARED, judged_transfer
 from kvferry.evaluate.map_run import transfer
 from kvferry.hf.models import load_model
-from kvferry.map.gate import Floors, kept
+from kvferry.map.gate import Floors, standing
 from kvferry.map.mapper import Mapper
 from kvferry.snapshot import Identity, Snapshot
 
@@ -80,12 +80,7 @@ def crossing_of(
                 f"the mapper leaves {mapper.recipe.native_prefix} first tokens to the target; the gate, which looks at "
                 f"{CHECKED_TOKENS}, can judge mappers that leave at most {least}"
             )
-        record = kept(mapper, mapper.target)
-        reasons: Sequence[str] = (
-            ("nobody has judged this mapper for this model here: run 'kvferry map gate'",)
-            if record is None
-            else record.against(mapper, mapper.target, floors)
-        )
+        reasons = standing(mapper, mapper.target, floors)
         if reasons:
             raise InvalidInput(f"the gate before {config.mapper} stays shut: {'; '.join(reasons)}")
     return Crossing(mapper, floors)

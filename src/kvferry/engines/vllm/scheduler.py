@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvferry.engines.vllm.chain import LEAST_TAIL, chain, tail
+from kvferry.engines.vllm.chain import LEAST_TAIL, chain_and_tail
 from kvferry.engines.vllm.config import ConnectorConfig
 from kvferry.engines.vllm.jobs import LoadJob, SaveJob, StepJobs
 from kvferry.engines.vllm.lookup import longest
@@ -74,17 +74,17 @@ class SchedulerSide:
         """
         if not self._load or not carried(request) or request.request_id in self._failed:
             return 0, False
-        ids = list(request.all_token_ids)
-        reach = len(ids) - 1  # at least one token is left to compute
+        reach = len(request.all_token_ids) - 1  # at least one token is left to compute
         first_look = request.request_id not in self._seen
         self._seen.add(request.request_id)
         if first_look:
             self.counts.add("lookups")
         if reach <= computed:
             return 0, False
-        last = self._tail(list(request.prompt_token_ids))
+        tokens = list(request.prompt_token_ids)
+        keys, last = self._names(tokens)
         try:
-            entries = longest(self._store, self._keys(ids), self._chunk, ids, self._identity, last)
+            entries = longest(self._store, keys, self._chunk, tokens, self._identity, last)
         except IncompatibleIdentity as error:
             if self._config.identity == "raise":
                 raise
@@ -116,7 +116,7 @@ class SchedulerSide:
                 first=entries[0],
                 start=start,
                 stop=stop,
-                token_ids=tuple(request.all_token_ids[: entries[-1].stop]),
+                token_ids=tuple(request.prompt_token_ids[: entries[-1].stop]),
                 blocks=tuple(blocks[start // self._block : -(-stop // self._block)]),
                 background=self._config.mode == "async",
             )
@@ -167,15 +167,14 @@ class SchedulerSide:
         if whole <= done and not ends:
             return []
         tokens = list(request.prompt_token_ids)
-        keys = self._keys(tokens[: whole * self._chunk])
+        keys, last = self._names(tokens)
         entries = [
             Entry(keys[index], "segment", index * self._chunk, (index + 1) * self._chunk)
             for index in range(done, whole)
         ]
-        last = self._tail(tokens) if ends else None
         blocks = blocks_of(name)
         saves = []
-        for entry in [*entries, *([] if last is None else [last])]:
+        for entry in [*entries, *([last] if ends and last is not None else [])]:
             if blocks is None or entry.key in planned or self._store.has(entry.key, entry.kind):
                 continue
             pages = tuple(blocks[entry.start // self._block : -(-entry.stop // self._block)])
@@ -185,14 +184,12 @@ class SchedulerSide:
             saves.append(SaveJob(name, entry, tuple(tokens[entry.start : entry.stop]), pages))
         return saves
 
-    def _tail(self, prompt: Sequence[int]) -> Entry | None:
-        """What a prompt has behind its last whole chunk; ``None``: too little, or it is not to be kept."""
-        key = tail(prompt, self._chunk, self._config.namespace) if self._config.tails else None
-        start = len(prompt) // self._chunk * self._chunk
-        return None if key is None else Entry(key, "segment", start, len(prompt))
-
-    def _keys(self, tokens: Sequence[int]) -> list[str]:
-        return chain(tokens, self._chunk, self._config.namespace)
+    def _names(self, prompt: Sequence[int]) -> tuple[list[str], Entry | None]:
+        """The keys of a prompt's whole chunks, and its tail; ``None``: too little, or it is not to be kept."""
+        keys, last = chain_and_tail(prompt, self._chunk, self._config.namespace)
+        if last is None or not self._config.tails:
+            return keys, None
+        return keys, Entry(last, "segment", len(keys) * self._chunk, len(prompt))
 
 
 def carried(request: Any) -> bool:
