@@ -21,7 +21,7 @@ def caches():
 
 @pytest.mark.parametrize("seq_len", [512, 1500, 2000])
 @pytest.mark.parametrize(
-    "policy", ["auto", "greedy", "balanced", "sink_protect", "two_tier", "uniform_int4", "sws", "optimal"]
+    "policy", ["auto", "fast", "greedy", "balanced", "sink_protect", "two_tier", "uniform_int4", "sws", "optimal"]
 )
 def test_never_exceeded(caches, seq_len, policy):
     snapshot = caches[seq_len]
@@ -62,7 +62,7 @@ def test_full_bytes_is_what_full_takes(caches):
         assert plan(caches[512], None, policy, "positional").full_bytes == len(full)
 
 
-@pytest.mark.parametrize("policy", [*sorted(POLICIES), "auto"])
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "auto", "fast"])
 def test_the_least_budget_is_granted(policy):
     snapshot = left_padded(make_snapshot(batch=2, seq_len=90, head_dim=16, dtype="bfloat16"), 90, 31)
     with pytest.raises(kv.BudgetTooSmall) as caught:
@@ -75,7 +75,7 @@ def test_the_least_budget_is_granted(policy):
         kv.encode(snapshot, least * 0.97, policy)
 
 
-@pytest.mark.parametrize("policy", [*sorted(POLICIES), "auto"])
+@pytest.mark.parametrize("policy", [*sorted(POLICIES), "auto", "fast"])
 @pytest.mark.parametrize("seq_len", [9, 40])
 def test_the_least_budget_is_the_same_whatever_was_asked(policy, seq_len):
     snapshot = realistic(seq_len, layers=2)

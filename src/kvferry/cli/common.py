@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 DEFAULT_DTYPE = "bfloat16"
 DEFAULT_ATTN = "sdpa"
 
-POLICY_HELP = "What chooses each token's bits: auto, optimal, klt, greedy…; a wrong name shows them all."
+POLICY_HELP = "What chooses each token's bits: auto, fast, klt, greedy…; a wrong name shows them all."
 SEED = click.IntRange(0, 2**32 - 1)
 """What every generator of random numbers takes."""
 FRAME_TOKENS = click.IntRange(1, 2**26)

@@ -57,7 +57,7 @@ ship.add_command(calibrate.calibrate)
     is_flag=True,
     help=f"Write a second file, FILE{REFINEMENT_SUFFIX}, that brings the decoded packet to all bits.",
 )
-@click.option("--transform", metavar="FILE", help="For policy klt. [default: the newest kept of the model]")
+@click.option("--transform", metavar="FILE", help="For policies klt and auto. [default: the newest kept of the model]")
 @int4_option
 @click.option("--seed", type=SEED, default=0, show_default=True, help="For the policy random_tier.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads to compute with.")
@@ -79,6 +79,8 @@ def encode(
     if (budget is None) == (nominal_budget is None):
         raise InvalidInput("give --budget or --nominal-budget, one of the two")
     check_int4(int4_allowed, [policy])
+    if progressive and policy == "auto":
+        policy = "fast"  # what klt writes cannot be refined
     if progressive and policy == "klt":
         raise InvalidInput(
             "a packet of policy klt cannot be refined, as its last bits hang on the machine that decodes it: "

@@ -163,15 +163,20 @@ def sweep(
 
 
 def settled(methods: Sequence[Method], model: Any, int4_allowed: bool | None) -> Iterator[Method]:
-    """``methods``, those of adaptive and klt with what is kept of ``model``; `InvalidInput` where nothing is."""
+    """``methods``, those of adaptive, auto and klt with what is kept of ``model``; `InvalidInput` where nothing is."""
     from kvferry.evaluate.kept import int4_answer
     from kvferry.hf.identity import identity_of
+    from kvferry.ship.encode import AUTO
     from kvferry.ship.transform.plan import POLICY
-    from kvferry.ship.transform.store import for_model
+    from kvferry.ship.transform.store import for_model, kept_for
 
     for method in methods:
         if method.policy == POLICY:
             yield replace(method, transform=for_model(identity_of(model)).digest)
+            continue
+        if method.policy == AUTO:
+            kept = kept_for(identity_of(model))
+            yield method if kept is None else replace(method, transform=kept.digest)
             continue
         if method.policy == "adaptive":
             answer = int4_answer(identity_of(model), int4_allowed)

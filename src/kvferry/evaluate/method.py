@@ -20,7 +20,7 @@ class Method:
     """Settings of `kvferry.encode`, or one of the `CONTROLS`, which send nothing.
 
     Attributes:
-        policy: a policy's name, ``auto``, or a control's.
+        policy: a policy's name, ``auto``, ``fast``, or a control's.
         budget: of actual bytes.
         nominal_budget: the policy's b instead.
         quantizers: what stands behind the tiers, as text; ``None``: the policy's default.
@@ -28,7 +28,8 @@ class Method:
         decay: λ of the scorer.
         seed: of random policies.
         int4_allowed: the probe's answer, for the policy ``adaptive``.
-        transform: digest of the kept transform, for the policy ``klt``; ``None``: the newest one of the model.
+        transform: digest of the kept transform, for the policies ``klt`` and ``auto``; ``None``: the newest one of the
+            model.
     """
 
     policy: str
@@ -132,6 +133,7 @@ def expand(
     """
     from kvferry.ship.allocate import TierSpecs
     from kvferry.ship.importance import scorer_named
+    from kvferry.ship.plan import FAST
     from kvferry.ship.policy import POLICIES
     from kvferry.ship.transform.plan import POLICY as KLT
 
@@ -147,8 +149,9 @@ def expand(
         if name == KLT:  # ranks and quantises by its transform
             methods += [Method(KLT, budget) for budget in budgets]
             continue
-        if name != "auto" and name not in POLICIES:
-            raise InvalidInput(f"unknown policy {name!r}; there are auto, {', '.join([*POLICIES, KLT, *CONTROLS])}")
+        if name not in ("auto", FAST) and name not in POLICIES:
+            known = ", ".join(["auto", FAST, *POLICIES, KLT, *CONTROLS])
+            raise InvalidInput(f"unknown policy {name!r}; there are {known}")
         fixed = name in POLICIES and POLICIES[name].least == POLICIES[name].most
         if not fixed and not (budgets or nominal_budgets):
             raise InvalidInput(f"policy {name} needs budgets, and none are given")

@@ -16,6 +16,7 @@ from kvferry.snapshot.files import write_text
 Row = Mapping[str, Any]
 
 TITLES = {
+    "default": "The default policy",
     "paper": "The paper's policies at its nominal budgets",
     "fast": "Fixed rates at equal actual bytes",
     "ladder": "The ladder of quantisers at one budget",
@@ -30,6 +31,12 @@ _LEAST = re.compile("least budget is ([0-9.]*[0-9])")
 
 GOALS = {0.52: 0.1, 0.28: 0.15, 0.25: 0.3, 0.2: 1.0, 0.15: 0.3, 0.1: 0.5, 0.07: 1.0, 0.05: 3.0}
 """Actual budget → the rise of perplexity, in percent, that is aimed at."""
+
+EQUAL_BYTES = 1.01
+"""Packets that differ by less are of equal bytes."""
+
+_SWEEPS = ("default", "paper", "fast", "ladder", "small")
+"""Parts that sweep policies on the same windows."""
 
 
 def write_ship_page(folder: Path, files: Iterable[Path]) -> list[str]:
@@ -60,6 +67,15 @@ def write_ship_page(folder: Path, files: Iterable[Path]) -> list[str]:
         for file, result in sorted(found.get(name, ()), key=lambda pair: pair[0]):
             lines += [f"## {title}: {_model(result)}", "", *_provenance(file, result), ""]
             lines += [*SECTIONS[name](result["result"]), ""]
+            if name == "default":
+                rows = [
+                    row
+                    for part in _SWEEPS
+                    for _, other in found.get(part, ())
+                    if _model(other) == _model(result)
+                    for row in other["result"]["rows"]
+                ]
+                lines += [*standing(result["result"]["rows"], rows), ""]
     page = writable_folder(folder) / "ship.md"
     write_text(page, "\n".join(lines))
     return [str(page)]
@@ -130,12 +146,47 @@ def sweep_section(result: Row) -> list[str]:
     return [*markdown(head, lines), *goal_lines(result["rows"])]
 
 
+def standing(default: Sequence[Row], others: Sequence[Row]) -> list[str]:
+    """Each packet of the default policy beside the best that any other method did with at most as many bytes.
+
+    Another is better beyond noise where the interval of its Δ% lies below the default's. The policies that the default
+    itself takes are among the others.
+    """
+    lines = []
+    measured = [row for row in others if row["ppl_delta_ci"] is not None and row["policy"] not in ("full", "auto")]
+    for row in default:
+        if row["ppl_delta_ci"] is None or row["policy"] != "auto":
+            continue
+        near = [other for other in measured if other["budget"] <= row["budget"] * EQUAL_BYTES]
+        if not near:
+            continue
+        best = min(near, key=lambda other: float(other["kl_mean"]))
+        better = [other for other in near if other["ppl_delta_ci"][1] < row["ppl_delta_ci"][0]]
+        lines.append(
+            (
+                f"{row['budget']:.4f}",
+                f"{row['ppl_delta_pct']:+.3f} {_interval(row['ppl_delta_ci'])}",
+                _number(row["kl_mean"], ".5f"),
+                f"{best['policy']} at {best['budget']:.4f}",
+                f"{best['ppl_delta_pct']:+.3f} {_interval(best['ppl_delta_ci'])}",
+                _number(best["kl_mean"], ".5f"),
+                str(len(near)),
+                ", ".join(f"**{other['policy']} at {other['budget']:.4f}**" for other in better) or "none",
+            )
+        )
+    head = (
+        *("budget", "Δ% of the default", "KL", "least KL of another", "its Δ%", "its KL"),
+        *("others of as many bytes or fewer", "better beyond noise"),
+    )
+    return markdown(head, lines) if lines else []
+
+
 def goal_lines(rows: Sequence[Row]) -> list[str]:
     """For each budget that is aimed at and was asked for: what came of it."""
     lines = []
     for row in rows:
         budget = row["asked"]["budget"]
-        if row["policy"] not in ("auto", "klt") and row["asked"]["policy"] not in ("auto", "klt"):
+        if row["asked"]["policy"] not in ("auto", "fast", "klt"):
             continue
         goal = GOALS.get(budget) if budget is not None else None
         if goal is None or row["ppl_delta_pct"] is None:
@@ -242,6 +293,7 @@ def _interval(pair: Sequence[float] | None) -> str:
 
 SECTIONS: dict[str, Callable[[Row], list[str]]] = {
     "paper": sweep_section,
+    "default": sweep_section,
     "fast": sweep_section,
     "ladder": sweep_section,
     "small": sweep_section,

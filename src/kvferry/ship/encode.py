@@ -18,8 +18,13 @@ from kvferry.ship.reader import FREE_BYTES, MAX_EXPANSION, PacketReader, read_al
 from kvferry.ship.sizing import round_budget
 from kvferry.ship.transform.outliers import outlying_tokens
 from kvferry.ship.transform.plan import POLICY, TransformJob, TransformPlan
-from kvferry.ship.transform.store import Given, for_model
+from kvferry.ship.transform.store import Given, for_model, kept_for
 from kvferry.snapshot import Snapshot
+
+AUTO = "auto"
+
+TRANSFORM_BELOW = 0.3
+"""Budget below which ``auto`` takes the policy ``klt`` where it can: there it loses least at equal bytes."""
 
 
 def encode(
@@ -43,21 +48,24 @@ def encode(
         snapshot: the cache.
         budget: actual bytes over those of the packet with every token raw, all overhead counted, also that of the file
             that `Packet.save` writes. At 1 and above the cache is carried bit for bit. ``None``: the policy's most.
-        policy: a name in `kvferry.ship.policy.POLICIES`, or ``auto``.
+        policy: a name in `kvferry.ship.policy.POLICIES`, ``klt``, ``fast``, or ``auto``: below a budget of
+            `TRANSFORM_BELOW`, where a transform of the model is kept or given, ``klt``; else ``fast``; the other one
+            where that has no plan of so few bytes. Settings that ``klt`` does not take (``scores``, ``nominal_budget``,
+            ``quantizers``, ``decay``) ask for ``fast``.
         scores: importance of each token, a tensor or lists, ``(batch, seq)`` or ``(seq,)``, higher = keep; or a
             scorer's name;
             ``None``: attention of the last queries where the snapshot has them; else norms of keys and values, as in
-            the paper, for a policy that is named, and recency for ``auto``, which does better with it.
+            the paper, for a policy that is named, and recency for ``auto`` and ``fast``, which do better with it.
         nominal_budget: the policy's b instead of a budget, for comparison with the paper.
         quantizers: what stands behind the tiers; see `TierSpecs`. ``None``: the paper's, symmetric with a scale a
-            token, for a policy that is named; for ``auto`` the best that fits.
+            token, for a policy that is named; for ``auto`` and ``fast`` the best that fits.
         seed: of `random_tier`.
         frame_tokens: tokens a frame; default one frame a layer.
         decay: λ a token of distance from the end; default the scorer's own. Not together with scores of your own.
         n_sink: first tokens that lead every ranking.
         int4_allowed: what a probe says of the model; the policy ``adaptive`` sends nothing at INT4 where it is false.
-        transform: of policy ``klt``, which is defined by it, or its file; default: the newest one of the model that is
-            kept in the cache folder. The receiver needs the same one.
+        transform: of policy ``klt``, which is defined by it, or its file, also for ``auto``; default: the newest one of
+            the model that is kept in the cache folder. The receiver needs the same one.
 
     Raises:
         BudgetTooSmall: the policy has no plan that fits; ``least_budget`` would do.
@@ -96,15 +104,54 @@ def any_plan(
     given: object = budget
     if not (given is None or isinstance(given, Real)):
         raise InvalidInput(f"budget = {budget!r}: it is a number, a fraction of the 16-bit packet")
+    if policy == AUTO:
+        return _auto_plan(snapshot, budget, scores, transform, nonce, options)
     if policy != POLICY:
         if transform is not None:
-            raise InvalidInput(f"a transform is for policy {POLICY}, not for {policy}")
+            raise InvalidInput(f"a transform is for policies {POLICY} and {AUTO}, not for {policy}")
         return plan(snapshot, budget, policy, scores, nonce=nonce, **options)
-    unused = [name for name in ("nominal_budget", "quantizers", "decay") if options.get(name) is not None]
+    unused = _named(options)
     if scores is not None or unused:
         named = ", ".join(["scores"] * (scores is not None) + unused)
         raise InvalidInput(f"policy {POLICY} ranks and quantises by its transform: it takes no {named}")
     return _transform_plan(snapshot, budget, transform, nonce, options)
+
+
+def _auto_plan(
+    snapshot: Snapshot,
+    budget: float | None,
+    scores: Scores,
+    given: Given,
+    nonce: bytes | None,
+    options: Mapping[str, Any],
+) -> EncodePlan | TransformPlan:
+    """The better one of `POLICY` and `FAST` at this budget, or what is left where it has no plan of so few bytes."""
+
+    def fast() -> EncodePlan | TransformPlan:
+        return plan(snapshot, budget, AUTO, scores, nonce=nonce, **options)
+
+    if budget is None or budget >= 1 or scores is not None or _named(options):
+        return fast()
+    transform = kept_for(snapshot.identity) if given is None else for_model(snapshot.identity, given)
+    if transform is None:
+        return fast()
+
+    def coded() -> EncodePlan | TransformPlan:
+        return _transform_plan(snapshot, budget, transform, nonce, options)
+
+    first, second = (coded, fast) if budget < TRANSFORM_BELOW else (fast, coded)
+    try:
+        return first()
+    except BudgetTooSmall as error:
+        try:
+            return second()
+        except BudgetTooSmall as other:
+            raise min(error, other, key=lambda one: one.least_budget) from None
+
+
+def _named(options: Mapping[str, Any]) -> list[str]:
+    """Settings that transform coding does not take."""
+    return [name for name in ("nominal_budget", "quantizers", "decay") if options.get(name) is not None]
 
 
 @torch.no_grad()

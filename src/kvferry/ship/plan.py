@@ -33,6 +33,9 @@ CHANNEL_KEYS = TierSpecs(("raw", "sym8", "chan4b128"), ("raw", "sym8", "sym4"))
 """The paper's quantisers but for INT4 keys, which get a scale a channel: as many bytes, and at a budget of 0.3 a KL to
 the 16-bit cache 4 times smaller on SmolLM2-135M, 11 times on Gemma-3-270M, whose keys have large constant offsets."""
 
+FAST = "fast"
+"""``auto`` without a transform: for a receiver that may have none, or a link faster than transform coding."""
+
 MEASURED = "optimal"
 """The policy that measures what it does to the cache at hand, and meets a budget of bytes by itself."""
 
@@ -44,7 +47,7 @@ AUTO = (
     ("greedy", TierSpecs()),
     ("uniform_int4", TierSpecs()),
 )
-"""What ``auto`` tries below a budget of 1, best first; at 1 and above it sends everything raw."""
+"""What ``auto`` and ``fast`` try below a budget of 1, best first; at 1 and above they send everything raw."""
 
 Scores = Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None
 """Importance of each token, a scorer's name, or ``None`` for the default."""
@@ -114,12 +117,12 @@ def plan(
         if decay is not None:
             raise InvalidInput("decay is for scorers; scores that are given must have it in them already")
         scores = importance.given_scores(snapshot, scores)
-    if policy in ("auto", MEASURED) and scores is None:
+    if policy in ("auto", FAST, MEASURED) and scores is None:
         scores = "observation_window" if importance.has_queries(snapshot) else "positional"
     specs = TierSpecs.make(quantizers)
     job = _Job(snapshot, scores, decay, seed, n_sink, frame_tokens or 0, int4_allowed, sensitivity)
     content = content_digest(snapshot) if nonce is None else xxhash.xxh3_128_digest(nonce)
-    if policy != "auto":
+    if policy not in ("auto", FAST):
         own_ladder = policy == MEASURED and quantizers is None and nominal_budget is None
         return job.fit(policy, None if own_ladder else specs, budget, nominal_budget, content)
     if nominal_budget is None and (budget is None or budget >= 1):
@@ -134,16 +137,16 @@ def plan(
             log.info("%s", error)
             least[name] = min(error.least_budget, least.get(name, math.inf))
     assert budget is not None
-    raise none_fits(budget, least, job.why_raw)
+    raise none_fits(budget, least, job.why_raw, policy=policy)
 
 
-def none_fits(budget: float, least: Mapping[str, float], why: str = "") -> BudgetTooSmall:
-    """The error for ``auto``, by the least budget of each policy that it tried; ``why`` says what is in the way."""
+def none_fits(budget: float, least: Mapping[str, float], why: str = "", *, policy: str) -> BudgetTooSmall:
+    """The error for ``auto`` and ``fast``, by the least budget of what they tried; ``why`` says what is in the way."""
     best = min(least, key=least.__getitem__)
     tried = ", ".join(f"{name} {value:g}" for name, value in least.items())
     return BudgetTooSmall(
-        f"policy auto cannot meet a budget of {budget:g} for this cache{why}; its least budget is {least[best]:g} (of "
-        f"{tried}). Fewer bytes take more tokens, which share what each packet needs, or policy klt",
+        f"policy {policy} cannot meet a budget of {budget:g} for this cache{why}; its least budget is {least[best]:g} "
+        f"(of {tried}). Fewer bytes take more tokens, which share what each packet needs, or policy klt",
         budget,
         least[best],
     )

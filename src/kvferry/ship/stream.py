@@ -24,7 +24,7 @@ from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import PacketHeader, packet_id, render_header
 from kvferry.ship.importance import scorer_named
 from kvferry.ship.layout import FrameSlot
-from kvferry.ship.plan import CHANNEL_KEYS, EncodePlan, none_fits, plan
+from kvferry.ship.plan import CHANNEL_KEYS, FAST, EncodePlan, none_fits, plan
 from kvferry.ship.policy import POLICIES, RAW
 from kvferry.ship.policy.tiers import N_SINK, ranking
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -41,7 +41,7 @@ AUTO: tuple[tuple[str, TierSpecs | None], ...] = (
     ("greedy", TierSpecs()),
     ("uniform_int4", TierSpecs()),
 )
-"""What ``auto`` tries below a budget of 1, best first.
+"""What ``auto`` and ``fast`` try below a budget of 1, best first.
 
 Sizes hang on the number of tokens and, for ``optimal``, on the errors that calibration expects of each layer; only it
 takes a budget in bytes alone.
@@ -168,7 +168,8 @@ def stream_plan(
     Args:
         stand_in: what the cache will look like, from `stand_in_for`.
         budget: as for `kvferry.encode`.
-        policy: likewise; ``auto`` tries `AUTO`; ``optimal`` knows expected errors only, not this cache's own.
+        policy: likewise; ``auto`` is ``fast`` here, and tries `AUTO`; ``optimal`` knows expected errors only, not this
+            cache's own.
         scorer: a name in `SCORERS`, asked about each layer apart; ``None``: the template's, which asks no cache.
         decay: λ a token of distance; ``None``: the scorer's own.
         n_sink: first tokens that lead every ranking.
@@ -189,8 +190,8 @@ def stream_plan(
         "n_sink": n_sink,
         "nonce": secrets.token_bytes(16) if nonce is None else nonce,
     }
-    if policy == "auto":
-        template = _auto(stand_in, budget, options)
+    if policy in ("auto", FAST):
+        template = _auto(stand_in, budget, policy, options)
     elif why := why_not(policy):
         raise InvalidInput(why)
     else:
@@ -211,7 +212,7 @@ def why_not(policy: str) -> str:
     )
 
 
-def _auto(stand_in: Snapshot, budget: float | None, options: dict[str, Any]) -> EncodePlan:
+def _auto(stand_in: Snapshot, budget: float | None, policy: str, options: dict[str, Any]) -> EncodePlan:
     """The first of `AUTO` that meets the budget; everything raw at 1 and above."""
     in_bytes = options.get("nominal_budget") is None
     if in_bytes and (budget is None or budget >= 1):
@@ -224,7 +225,7 @@ def _auto(stand_in: Snapshot, budget: float | None, options: dict[str, Any]) -> 
         except BudgetTooSmall as error:
             least[name] = min(error.least_budget, least.get(name, math.inf))
     assert budget is not None
-    raise none_fits(budget, least)
+    raise none_fits(budget, least, policy=policy)
 
 
 def stand_in_for(

@@ -88,6 +88,54 @@ def test_a_transform_of_the_caches_own_kind_beats_every_other_policy(made: Pair)
     assert ours < 0.1 * error(kv.decode(kv.encode(snapshot, 0.6, "auto")), snapshot)
 
 
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_the_default_takes_the_kept_transform_where_bytes_are_few(own_folder: Path) -> None:
+    snapshot, transform = pair(seq_len=600, kv_heads=4, head_dim=16, value_head_dim=16)
+    before = kv.encode(snapshot, 0.28)
+    assert before.policy != "klt"
+    keep(transform)
+    packet = kv.encode(snapshot, 0.28)
+    assert (packet.policy, packet.report["transform"]) == ("klt", transform.digest)
+    assert error(kv.decode(packet), snapshot) < error(kv.decode(before), snapshot)
+    assert estimate_size(snapshot, 0.28) == len(packet)
+    assert kv.encode(snapshot, 0.6).policy == "optimal"
+    assert bytes(kv.encode(snapshot, 0.28, "fast").to_bytes()) == bytes(before.to_bytes())
+    for asked in ({"nominal_budget": 0.6}, {"budget": 0.29, "scores": "kv_norm"}, {"budget": 0.29, "decay": 0.001}):
+        assert kv.encode(snapshot, **asked).policy != "klt", asked
+    other, _ = pair(seq_len=600, kv_heads=4, head_dim=32, value_head_dim=16)
+    assert kv.encode(other, 0.28).policy != "klt", "a transform of another model"
+
+
+def test_the_default_takes_a_transform_that_is_given(made: Pair, own_folder: Path) -> None:
+    snapshot, transform = made
+    transform.save(own_folder / "one")
+    packet = kv.encode(snapshot, 0.28, transform=own_folder / "one")
+    assert packet.policy == "klt"
+    assert kv.encode(snapshot, 0.6, transform=transform).policy == "optimal"
+    with pytest.raises(IncompatibleIdentity):
+        kv.encode(pair(head_dim=16)[0], 0.28, transform=transform)
+    with pytest.raises(InvalidInput, match="not for fast"):
+        kv.encode(snapshot, 0.28, "fast", transform=transform)
+
+
+@pytest.mark.parametrize("seq_len", [40, 80, 600])
+def test_the_default_says_the_least_budget_of_all_that_it_can_do(seq_len: int, own_folder: Path) -> None:
+    snapshot, transform = pair(seq_len=seq_len)
+    keep(transform)
+    least = {}
+    for policy in ("auto", "fast", "klt"):
+        with pytest.raises(BudgetTooSmall) as small:
+            kv.encode(snapshot, 0.001, policy)
+        least[policy] = small.value.least_budget
+    assert least["auto"] == min(least["fast"], least["klt"])
+    assert kv.encode(snapshot, least["auto"]).budget <= least["auto"]
+
+
 def test_no_budget_is_the_finest_step_and_a_whole_one_is_bit_exact(made: Pair) -> None:
     snapshot, transform = made
     packet, decoded = ship(snapshot, transform, 1.0)

@@ -55,8 +55,8 @@ class HandoffJob:
         consumer_model: of the model that decodes; another one is refused by identity.
         budget: bytes of the packet over those of the 16-bit packet, at most; or else give ``nominal_budget``.
         nominal_budget: the policy's own b instead.
-        policy: a name in `kvferry.ship.policy.POLICIES`, ``auto``, or ``klt`` where both processes find the same
-            transform in their cache folders.
+        policy: a name in `kvferry.ship.policy.POLICIES`, ``fast``, which ``auto`` is here, too, or ``klt`` where both
+            processes find the same transform in their cache folders.
         scorer: importance of a token; ``None``: the policy's default.
         decay: λ of the scorer; ``None``: its own.
         frame_tokens: tokens a frame; ``None``: one frame a layer.

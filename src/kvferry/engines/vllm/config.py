@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.errors import InvalidInput
+from kvferry.ship.plan import FAST
 from kvferry.ship.policy.table import policy as find_policy
 from kvferry.ship.transform.plan import POLICY as TRANSFORM_POLICY
 
@@ -29,7 +30,8 @@ class ConnectorConfig:
     Attributes:
         store: folder of the packets.
         budget: actual bytes over 16-bit bytes; at 1.0 packets are bit-exact.
-        policy: of `kvferry.encode`; one that drops tokens has no place in an engine's pages.
+        policy: of `kvferry.encode`; one that drops tokens has no place in an engine's pages. ``auto`` is ``fast`` here:
+            a consumer's transforms are not known.
         mode: ``async``: a request waits apart while its packets are read, and others go on; ``sync``: the step waits.
         save: ``sync``: a step ends when its packets are in the store, and so does a request; ``background``: packets
             are encoded and written by a thread while the engine goes on.
@@ -81,7 +83,7 @@ class ConnectorConfig:
         budget, policy = given.get("budget", 1.0), given.get("policy", "auto")
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
             raise _wrong(f"has budget = {budget!r}: it is a fraction of the 16-bit bytes, above 0")
-        if policy not in ("auto", TRANSFORM_POLICY):
+        if policy not in ("auto", FAST, TRANSFORM_POLICY):
             find_policy(policy)
         if policy in _DROPPING:
             raise _wrong(f"has policy {policy!r}, which drops tokens: an engine's pages hold every token")

@@ -13,6 +13,7 @@ from kvferry.engines.vllm.store import Store
 from kvferry.errors import InvalidInput
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.packet import Packet
+from kvferry.ship.plan import FAST
 from kvferry.ship.policy.tiers import N_SINK
 from kvferry.snapshot import Identity, Snapshot
 
@@ -22,7 +23,7 @@ def publish(
     store: Store,
     *,
     budget: float = 1.0,
-    policy: str = "auto",
+    policy: str = FAST,
     chunk_tokens: int = LEAST_CHUNK,
     namespace: str = "",
     **options: Any,

@@ -51,5 +51,5 @@ def policy(name: str) -> Policy:
     """The policy of that name; raises `InvalidInput` for an unknown one."""
     found = POLICIES.get(name)
     if found is None:
-        raise InvalidInput(f"unknown policy {name!r}; there are auto, {', '.join(POLICIES)}, klt")
+        raise InvalidInput(f"unknown policy {name!r}; there are auto, fast, {', '.join(POLICIES)}, klt")
     return found

@@ -41,17 +41,23 @@ def for_model(identity: Identity, given: Given = None) -> Transform:
         IncompatibleIdentity: the one given is of another model.
     """
     if given is None:
-        found = _newest(identity)
-        if found is None:
+        kept = kept_for(identity)
+        if kept is None:
             raise InvalidInput(
                 f"policy klt needs a transform of {identity.model} in {identity.dtype}, and none is kept: make one "
                 f"with `kvferry ship calibrate {identity.model} --dtype {identity.dtype}`, which takes minutes, or "
                 "name the file of one where a transform can be given"
             )
-        return _load(found)
+        return kept
     transform = given if isinstance(given, Transform) else _load(Path(given))
     identity.require_compatible(transform.identity, "this transform is of another model than the cache")
     return transform
+
+
+def kept_for(identity: Identity) -> Transform | None:
+    """The newest transform of this model in the cache folder, where there is one."""
+    found = _newest(identity)
+    return None if found is None else _load(found)
 
 
 def for_packet(digest: object, given: Given = None) -> Transform:
