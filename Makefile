@@ -29,8 +29,10 @@ demo: $(if $(wildcard $(STAMP)),$(STAMP),$(RUNS))
 # test-main leaves out what needs vLLM, of which the environment is two and a half gigabytes.
 test: test-main test-vllm
 
+# A file at a time on each core; real models run with one thread.
+test-main: export KVFERRY_TEST_THREADS = 1
 test-main: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -17,12 +17,12 @@ from kvferry.report.ship_page import write_ship_page
 MODELS = ("smollm2-135m", "gemma3-270m")
 
 _PAPER = "greedy,balanced,sink_protect,two_tier,random_tier,pdtrim,sws"
-_FEW_BYTES = "0.52,0.4,0.28,0.25,0.2,0.15,0.1,0.07,0.05,0.04,0.03"
+_WITHIN_BYTES = "auto,fast,klt,greedy,random_tier"
+_FEW_BYTES = "0.2,0.15,0.1,0.07,0.05,0.04,0.03"
 
 PARTS = {
     "paper": ("--policies", _PAPER, "--budgets", "", "--nominal-budgets", "0.3,0.5,0.7"),
-    "default": ("--policies", "auto", "--budgets", "0.52,0.4,0.28,0.25,0.2", "--no-baselines"),
-    "fast": ("--policies", "fast,greedy,random_tier", "--budgets", "0.52,0.4,0.28,0.25,0.2", "--no-baselines"),
+    "default": ("--policies", _WITHIN_BYTES, "--budgets", "0.52,0.4,0.28,0.25,0.2", "--no-baselines"),
     "ladder": ("--policies", "sink_protect", "--quantizers", "sym,asym,chan", "--budgets", "0.3", "--no-baselines"),
     "small": ("--policies", "klt", "--budgets", _FEW_BYTES, "--no-baselines"),
     "needle": ("--policies", "fast,klt,sink_protect", "--budgets", "0.28,0.1", "--windows", "0", "--needle"),

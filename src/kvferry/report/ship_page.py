@@ -16,9 +16,8 @@ from kvferry.snapshot.files import write_text
 Row = Mapping[str, Any]
 
 TITLES = {
-    "default": "The default policy",
     "paper": "The paper's policies at its nominal budgets",
-    "fast": "Fixed rates at equal actual bytes",
+    "default": "The default policy, fixed rates and transform coding at equal actual bytes",
     "ladder": "The ladder of quantisers at one budget",
     "small": "Transform coding",
     "needle": "Needles",
@@ -35,7 +34,7 @@ GOALS = {0.52: 0.1, 0.28: 0.15, 0.25: 0.3, 0.2: 1.0, 0.15: 0.3, 0.1: 0.5, 0.07: 
 EQUAL_BYTES = 1.01
 """Packets that differ by less are of equal bytes."""
 
-_SWEEPS = ("default", "paper", "fast", "ladder", "small")
+_SWEEPS = ("default", "paper", "ladder", "small")
 """Parts that sweep policies on the same windows."""
 
 
@@ -294,7 +293,6 @@ def _interval(pair: Sequence[float] | None) -> str:
 SECTIONS: dict[str, Callable[[Row], list[str]]] = {
     "paper": sweep_section,
     "default": sweep_section,
-    "fast": sweep_section,
     "ladder": sweep_section,
     "small": sweep_section,
     "needle": needle_section,
