@@ -28,6 +28,7 @@ from kvferry.evaluate.route import Route
 from kvferry.evidence.statistics import mcnemar, wilson
 from kvferry.hf.decode import continue_greedy
 from kvferry.hf.models import load_model
+from kvferry.ship.plan import FAST
 from kvferry.snapshot.files import write_text
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -46,7 +47,7 @@ def harness(model: str, budget: float, task: str, limit: int, threads: int) -> d
     """What lm-eval gives on so many items of a task."""
     told = simple_evaluate(
         model="kvferry",
-        model_args=f"pretrained={model},budget={budget},threads={threads}",
+        model_args=f"pretrained={model},codec={FAST},budget={budget},threads={threads}",
         tasks=[task],
         limit=limit,
         log_samples=True,
@@ -100,7 +101,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     first: list[bool] = []
     for budget in map(float, options.budgets.split(",")):
-        route = Route(model, Method("auto", budget))
+        route = Route(model, Method(FAST, budget))
         told, ours, again = (options.work / f"{budget:g}-{name}.json" for name in ("harness", "own", "texts"))
         scored, solved = (
             kept(
