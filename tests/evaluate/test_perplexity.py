@@ -64,6 +64,14 @@ def test_the_whole_budget_changes_nothing(prepared: PreparedWindow, budget: floa
     assert min(result.attention.both) > 0.999_99  # type: ignore[type-var]
 
 
+def test_the_same_packet_is_scored_once_whatever_it_is_called(prepared: PreparedWindow) -> None:
+    named = [prepared.judge(Method(policy, budget=0.6)) for policy in ("auto", "fast", "optimal", "greedy")]
+    auto, fast, optimal, greedy = (result.scores for result in named)
+    assert auto is not None
+    assert auto is fast is optimal
+    assert greedy is not auto
+
+
 def test_scoring_in_one_pass_is_scoring_token_by_token(model_of: ModelFactory, window: Window) -> None:
     model, _ = model_of("smollm2-135m", dtype="float32")
     prepared = PreparedWindow(model, window)
