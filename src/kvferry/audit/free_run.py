@@ -46,7 +46,7 @@ def decode_both(study: Study, reference: Arm, other: Arm, sampler: Sampler, pass
             sampler,
             sequence=passage.index,
             ends=study.ends,
-            until_split_from=second.tokens if settings.until_split else None,
+            until_split_from=[second.tokens] if settings.until_split else None,
         )
         split = first_split(first.tokens, second.tokens)
         whole = not settings.until_split

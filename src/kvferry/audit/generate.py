@@ -38,7 +38,7 @@ def build_cache(models: ModelSet, arm: Arm, token_ids: Int[Tensor, "1 length"]) 
     """The cache of a whole sequence as ``arm`` builds and changes it, in storage of its own."""
     ids = _one(models, arm, token_ids)
     with models.use(arm) as model, _changed(arm, model):
-        run = Run(model, arm, ids, Watched())
+        run = Run(model, arm, ids, Watched(), models.identity(model))
         snapshot = run.snapshot_of(run.build(ids.shape[1]), ids.shape[1])
         if arm.change is not None and arm.change.cache is not None:
             snapshot = arm.change.cache(snapshot, model)
@@ -55,7 +55,7 @@ def generate(
     sequence: int = 0,
     start: Snapshot | None = None,
     ends: Sequence[int] = (),
-    until_split_from: Sequence[int] | None = None,
+    until_split_from: Sequence[Sequence[int]] | None = None,
     keep_logits: bool = False,
 ) -> Generated:
     """Decode up to ``new_tokens`` after a prompt.
@@ -69,14 +69,14 @@ def generate(
         sequence: number that the sampler's noise hangs on.
         start: a cache of the prompt without its last token, to go on from instead.
         ends: tokens that end the run.
-        until_split_from: stop behind the first token that is not the one of these at its place.
+        until_split_from: runs; stop behind the token with which this one has parted from each of them.
         keep_logits: keep those of every step.
     """
     ids = _one(models, arm, prompt)
     found = Generated()
     ended = False
     with models.use(arm) as model:
-        steps = _cached(model, arm, ids, start) if arm.cached else _recomputed(model, arm, ids)
+        steps = _cached(models, model, arm, ids, start) if arm.cached else _recomputed(model, arm, ids)
         with contextlib.closing(steps):
             logits = next(steps)
             for step in range(new_tokens):
@@ -86,7 +86,9 @@ def generate(
                 if keep_logits:
                     found.logits.append(logits.clone())
                 ended = token in ends
-                apart = until_split_from is not None and list(until_split_from[: step + 1]) != found.tokens
+                apart = until_split_from is not None and all(
+                    list(one[: step + 1]) != found.tokens for one in until_split_from
+                )
                 if ended or apart or step + 1 == new_tokens:
                     break
                 logits = steps.send(token)
@@ -104,10 +106,10 @@ def first_split(a: Sequence[int], b: Sequence[int]) -> int | None:
 _Steps = Generator[Tensor, int, None]
 
 
-def _cached(model: PreTrainedModel, arm: Arm, ids: Tensor, start: Snapshot | None) -> _Steps:
+def _cached(models: ModelSet, model: PreTrainedModel, arm: Arm, ids: Tensor, start: Snapshot | None) -> _Steps:
     """Yields the logits after the prompt, then those after each token sent."""
     length = ids.shape[1]
-    run = Run(model, arm, ids, Watched())
+    run = Run(model, arm, ids, Watched(), models.identity(model))
     if start is not None:
         start.require_prefix_of(ids)
         if start.seq_len != length - 1:

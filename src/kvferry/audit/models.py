@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvferry.errors import InvalidInput
+from kvferry.hf.identity import identity_of
 from kvferry.hf.quiet import quiet
 from kvferry.snapshot import dtype_from_name, dtype_name
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvferry.audit.arm import Arm
+    from kvferry.snapshot import Identity
 
 
 class ModelSet:
@@ -30,6 +32,7 @@ class ModelSet:
         self.own = model
         self.dtype = dtype_name(model.dtype)
         self._cast: dict[str, PreTrainedModel] = {self.dtype: model}
+        self._identities: dict[tuple[str, str], Identity] = {}
 
     def get(self, dtype: str | None = None) -> PreTrainedModel:
         """The model in ``dtype``."""
@@ -42,6 +45,13 @@ class ModelSet:
     def release(self) -> None:
         """Forget the casts."""
         self._cast = {self.dtype: self.own}
+
+    def identity(self, model: PreTrainedModel) -> Identity:
+        """Of one of these models, hashed once a dtype and backend: their weights stay as they are between runs."""
+        key = dtype_name(model.dtype), str(model.config._attn_implementation)
+        if key not in self._identities:
+            self._identities[key] = identity_of(model)
+        return self._identities[key]
 
     @contextlib.contextmanager
     def use(self, arm: Arm) -> Iterator[PreTrainedModel]:

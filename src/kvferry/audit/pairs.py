@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cached_property
 from statistics import median
 
 from kvferry.audit.arm import CACHE_OFF, CACHE_ON, Arm
 from kvferry.audit.finding import Finding, Json, Measure, pair_finding, rate
-from kvferry.audit.generate import build_cache, first_split, generate
+from kvferry.audit.generate import Generated, build_cache, first_split, generate
 from kvferry.audit.pair import Record, number
 from kvferry.audit.passages import Passage
 from kvferry.audit.study import Study
+from kvferry.audit.trace import held_by, same_bits
 from kvferry.evidence.survival import kaplan_meier
 from kvferry.hf.geometry import layer_kinds, text_config
+from kvferry.snapshot import Snapshot
 
 Pairs = list[tuple[Arm, Arm]]
 
@@ -98,37 +101,62 @@ def stage_replay(study: Study) -> list[Finding]:
     """Caches and boundary logits of each construction, and the suffixes decoded from each cache."""
     pairs = stage_pairs(study)
     findings = run_pairs(study, "stage_replay", pairs)
-    found = []
-    for (reference, other), finding in zip(pairs, findings, strict=True):
-        suffixes = []
-        for passage in study.passages:
-            suffixes.append(_suffixes(study, reference, other, passage))
+    suffixes: list[list[Record]] = [[] for _ in pairs]
+    for passage in study.passages:
+        own = _Reference(study, pairs[0][0], passage)
+        for (_, other), among in zip(pairs, suffixes, strict=True):
+            among.append(_suffix(study, own, other, passage))
             study.step(f"stage_replay: suffixes of {other}")
-        splits = [one["split"] for one in suffixes]
+    found = []
+    for finding, records in zip(findings, suffixes, strict=True):
+        splits = [one["split"] for one in records]
         apart = [split is not None for split in splits]
-        times = [one["tokens"] if one["split"] is None else one["split"] for one in suffixes]
+        times = [one["tokens"] if one["split"] is None else one["split"] for one in records]
         curve = kaplan_meier(times, apart)
         more = {
             "suffix_differs": rate(sum(apart), len(apart), "sequences"),
             "suffix_first_divergence_median": Measure(curve.median(), len(apart)),
         }
-        detail = finding.detail | {"survival": curve.to_json(), "suffix_tokens": study.settings.new_tokens}
+        detail = finding.detail | {
+            "survival": curve.to_json(),
+            "suffix_tokens": study.settings.new_tokens,
+            "suffixes_of_equal_caches": sum(one["same_cache"] for one in records),
+        }
         found.append(replace(finding, measures=finding.measures | more, detail=detail))
     return found
 
 
-def _suffixes(study: Study, reference: Arm, other: Arm, passage: Passage) -> Record:
-    """Greedy suffixes after the prefix from both caches: where they part, and the margins there."""
+class _Reference:
+    """The reference's cache and suffix after one prefix, made when first asked for and shared by all constructions."""
+
+    def __init__(self, study: Study, arm: Arm, passage: Passage):
+        self.study, self.arm, self.passage = study, arm, passage
+
+    @cached_property
+    def cache(self) -> Snapshot:
+        return build_cache(self.study.models, self.arm, self.passage.prompt[:, :-1])
+
+    @cached_property
+    def run(self) -> Generated:
+        new = self.study.settings.new_tokens
+        return generate(self.study.models, self.arm, self.passage.prompt, new, start=self.cache)
+
+
+def _suffix(study: Study, own: _Reference, other: Arm, passage: Passage) -> Record:
+    """Greedy suffixes after the prefix from both caches: where they part, and the margins there.
+
+    From a cache of the same bits the same suffix follows, and it is not decoded again: ``same_cache`` says so. Behind
+    its first token that is another the second suffix is not decoded, either: it says nothing there.
+    """
     new = study.settings.new_tokens
 
     def make() -> Record:
-        prompt = passage.prompt
-        runs = []
-        for arm in (reference, other):
-            cache = build_cache(study.models, arm, prompt[:, :-1])
-            runs.append(generate(study.models, arm, prompt, new, start=cache))
-        split = first_split(runs[0].tokens, runs[1].tokens)
-        margins = None if split is None else [number(run.margins[split]) for run in runs]
-        return {"split": split, "tokens": len(runs[0].tokens), "margins": margins}
+        cache = build_cache(study.models, other, passage.prompt[:, :-1])
+        if same_bits(held_by(own.cache), held_by(cache)):
+            return {"split": None, "tokens": len(own.run.tokens), "margins": None, "same_cache": True}
+        second = generate(study.models, other, passage.prompt, new, start=cache, until_split_from=[own.run.tokens])
+        split = first_split(own.run.tokens, second.tokens)
+        margins = None if split is None else [number(run.margins[split]) for run in (own.run, second)]
+        return {"split": split, "tokens": len(own.run.tokens), "margins": margins, "same_cache": False}
 
-    return study.record("suffixes", (reference, other), passage, new, make)
+    return study.record("suffixes", (own.arm, other), passage, new, make)

@@ -84,7 +84,7 @@ def _record(study: Study, passage: Passage) -> Record:
         found: Record = {"layers": layers, "positions": places, "length": off.length, "start": off.start}
         with study.models.use(CACHE_ON) as model:
             modules = decoder_layers(model)
-            run = Run(model, CACHE_ON, passage.token_ids, Watched())
+            run = Run(model, CACHE_ON, passage.token_ids, Watched(), study.models.identity(model))
             caches = _caches(run, off.start, places)
             for direction, giver, target, own in (
                 ("off_into_on", off.residual, off.logits, on.logits),

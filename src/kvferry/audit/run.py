@@ -19,7 +19,7 @@ from kvferry.hf.capture import snapshot_from_cache
 from kvferry.hf.compat import cache_argument, forward_parameters
 from kvferry.hf.restore import empty_cache, to_cache
 from kvferry.hf.tokens import as_ids, positions_of, require_within_context
-from kvferry.snapshot import Snapshot
+from kvferry.snapshot import Identity, Snapshot
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -45,15 +45,22 @@ def run_arm(models: ModelSet, arm: Arm, token_ids: Int[Tensor, "1 length"], star
         )
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(models.use(arm))
-        run = Run(model, arm, ids, stack.enter_context(watch(model)))
+        run = Run(model, arm, ids, stack.enter_context(watch(model)), models.identity(model))
         return run.trace(start)
 
 
 class Run:
     """One sequence on its way through a model, in a batch and with padding as its arm says."""
 
-    def __init__(self, model: PreTrainedModel, arm: Arm, ids: Int[Tensor, "1 length"], watched: Watched):
-        self.model, self.arm, self.watched = model, arm, watched
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        arm: Arm,
+        ids: Int[Tensor, "1 length"],
+        watched: Watched,
+        identity: Identity | None = None,
+    ):
+        self.model, self.arm, self.watched, self.identity = model, arm, watched, identity
         self.padding = arm.left_padding
         self.ids, self.mask = batch_of(model, arm, ids)
         self.positions = positions_of(self.mask)
@@ -175,6 +182,7 @@ class Run:
             attention_mask=self.mask[:, :end],
             positions=self.positions[:, :end],
             construction=self.arm.construction,
+            identity=None if self.arm.change is not None and self.arm.change.model is not None else self.identity,
         )
 
     def _changed(self, now: bool) -> contextlib.AbstractContextManager[None]:

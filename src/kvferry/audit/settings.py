@@ -18,6 +18,9 @@ class Settings:
         new_tokens: decoded at most in free runs.
         samplers: names in `kvferry.audit.sample.SAMPLERS`, for `free_run`.
         explain: sequences of a free run or a transplant that get controls of their own; the others take the verdict.
+        parted: `transplant` goes through the passages until so many donors and recipients have parted, and transplants
+            these alone; 0: every passage is transplanted.
+        ranges: transplanted sequences in which ranges of layers and of tokens are transplanted, too; ``None``: all.
         layer_step: `residual_patch` patches every so many layers.
         patch_positions: positions of the suffix patched, evenly spread.
         horizon: steps after a patched position that are looked at.
@@ -30,6 +33,8 @@ class Settings:
     new_tokens: int = 64
     samplers: tuple[str, ...] = ("greedy",)
     explain: int = 2
+    parted: int = 0
+    ranges: int | None = None
     layer_step: int = 1
     patch_positions: int = 3
     horizon: int = 3
@@ -40,12 +45,12 @@ class Settings:
     def __post_init__(self) -> None:
         if min(self.new_tokens, self.layer_step, self.patch_positions, self.horizon, self.resamples) < 1:
             raise InvalidInput("new_tokens, layer_step, patch_positions, horizon and resamples must be positive")
-        if self.explain < 0:
-            raise InvalidInput(f"explain is {self.explain}; it must not be negative")
+        if min(self.explain, self.parted, self.ranges or 0) < 0:
+            raise InvalidInput("explain, parted and ranges must not be negative")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-QUICK = Settings(new_tokens=12, explain=1, layer_step=6, patch_positions=1, horizon=2, resamples=2_000)
+QUICK = Settings(new_tokens=12, explain=1, ranges=0, layer_step=6, patch_positions=1, horizon=2, resamples=2_000)
 """Under two minutes for a model of 135 million parameters on two cores."""

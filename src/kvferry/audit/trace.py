@@ -84,6 +84,23 @@ def bits_equal(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def same_bits(a: Held, b: Held) -> bool:
+    """Whether two caches hold the same bits for the same tokens."""
+    return all(
+        mine is theirs
+        or (
+            mine is not None
+            and theirs is not None
+            and mine.first == theirs.first
+            and mine.keys.shape == theirs.keys.shape
+            and mine.values.shape == theirs.values.shape
+            and bits_equal(mine.keys, theirs.keys)
+            and bits_equal(mine.values, theirs.values)
+        )
+        for mine, theirs in zip(a, b, strict=True)
+    )
+
+
 def held_by(snapshot: Snapshot, row: int = 0, padding: int = 0) -> Held:
     """One sequence's cache out of a snapshot, the first ``padding`` tokens cut off."""
     found: list[LayerCache | None] = []

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import xxhash
+from torch import Tensor
 
 from kvferry.audit.arm import CACHE_ON, Arm
 from kvferry.audit.drift import relative_l2
 from kvferry.audit.finding import Finding, Json, Measure, place_of, rate
-from kvferry.audit.generate import Generated, build_cache, first_split, generate
+from kvferry.audit.generate import build_cache, first_split, generate
 from kvferry.audit.pair import Record, number
 from kvferry.audit.passages import Passage
 from kvferry.audit.study import Study
@@ -60,7 +62,8 @@ PARTS: dict[str, Part] = {
 }
 """Name -> part. A new one is one line."""
 
-FEW = ("whole", "keys", "values", "layers, first half", "layers, second half")
+EVERYWHERE = ("whole", "keys", "values")
+"""Parts for every transplanted sequence; the others are for as many as `Settings.ranges` says."""
 
 
 def transplant_cache(recipient: Snapshot, donor: Snapshot, part: Part) -> Snapshot:
@@ -93,87 +96,125 @@ def transplant(study: Study) -> list[Finding]:
 
 def between(study: Study, recipient: Arm, donor: Arm) -> list[Finding]:
     """Both directions between two arms: a finding each."""
+    settings = study.settings
     records: list[Record] = []
     explained: list[Record] = []
+    screened = parted = 0
     for passage in study.passages:
-        records.append(_record(study, recipient, donor, passage))
-        if len(explained) < study.settings.explain:
-            explained.append(study.pair(recipient, donor, passage))
+        if settings.parted and parted >= settings.parted:
+            study.step("transplant: enough were found")
+            continue
+        wide = settings.ranges is None or (parted if settings.parted else screened) < settings.ranges
+        record = _record(
+            study, recipient, donor, passage, PARTS if wide else {name: PARTS[name] for name in EVERYWHERE}
+        )
+        screened += 1
+        parted += record["split"] is not None
+        if "donor_to_recipient" in record:
+            records.append(record)
+            if len(explained) < settings.explain:
+                explained.append(study.pair(recipient, donor, passage))
+        elif passage is study.passages[-1] and not explained and settings.explain:
+            explained.append(study.pair(recipient, donor, passage))  # an overflow parts nothing, and is told
         study.step("transplant")
+    counts = {"screened": screened, "parted": parted}
     return [
-        _finding(records, explained, "donor_to_recipient", study.described(recipient, donor)),
-        _finding(records, explained, "recipient_to_donor", study.described(donor, recipient)),
+        _finding(records, explained, "donor_to_recipient", study.described(recipient, donor), counts),
+        _finding(records, explained, "recipient_to_donor", study.described(donor, recipient), counts),
     ]
 
 
-def _record(study: Study, recipient: Arm, donor: Arm, passage: Passage) -> Record:
-    settings = study.settings
-    parts = PARTS if settings.layer_step == 1 else {name: PARTS[name] for name in FEW}
+def _record(study: Study, recipient: Arm, donor: Arm, passage: Passage, parts: Mapping[str, Part]) -> Record:
+    """Every part both ways on one passage; where only those that part are asked for, others end with their split."""
+    new, only = study.settings.new_tokens, bool(study.settings.parted)
 
     def make() -> Record:
         prompt = passage.prompt
-
-        def decode(cache: Snapshot) -> Generated:
-            return generate(study.models, recipient, prompt, settings.new_tokens, start=cache, keep_logits=True)
-
         caches = [build_cache(study.models, arm, prompt[:, :-1]) for arm in (recipient, donor)]
+
+        def decode(cache: Snapshot, targets: Sequence[_Decoded] = ()) -> _Decoded:
+            tokens = [target.tokens for target in targets]
+            run = generate(
+                study.models, recipient, prompt, new, start=cache, until_split_from=tokens or None, keep_logits=True
+            )
+            return _Decoded(run.tokens, run.logits[0], _digest(run.logits))
+
         runs = [decode(cache) for cache in caches]
+        split = first_split(runs[0].tokens, runs[1].tokens)
+        found: Record = {"split": split, "tokens": new}
+        if only and split is None:
+            return found
         again = [decode(build_cache(study.models, arm, prompt[:, :-1])) for arm in (recipient, donor)]
-        return {
-            "split": first_split(runs[0].tokens, runs[1].tokens),
-            "tokens": settings.new_tokens,
-            "donor_to_recipient": _direction(caches[0], caches[1], runs[0], runs[1], again, parts, decode),
-            "recipient_to_donor": _direction(caches[1], caches[0], runs[1], runs[0], again[::-1], parts, decode),
-        }
+        # Keys of the one are values of the other, the other way: both directions often ask for the same cache.
+        known: dict[str, _Decoded] = {}
 
-    return study.record("transplant", (recipient, donor), passage, [settings.new_tokens, sorted(parts)], make)
+        def patched(receiving: Snapshot, giving: Snapshot, part: Part) -> _Decoded:
+            cache = transplant_cache(receiving, giving, part)
+            key = _digest(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
+            if key not in known:
+                known[key] = decode(cache, runs)
+            return known[key]
 
+        for name, mine in (("donor_to_recipient", 0), ("recipient_to_donor", 1)):
+            own, target = runs[mine], runs[1 - mine]
+            found[name] = {
+                "control: own cache": _outcome(patched(caches[mine], caches[mine].clone(), Part()), own, own),
+                "control: built again": _outcome(again[mine], own, own),
+                "control: donor built again": _outcome(again[1 - mine], own, target),
+            } | {
+                part: _outcome(patched(caches[mine], caches[1 - mine], what), own, target)
+                for part, what in parts.items()
+            }
+        return found
 
-def _direction(
-    receiving: Snapshot,
-    giving: Snapshot,
-    own: Generated,
-    target: Generated,
-    again: list[Generated],
-    parts: Mapping[str, Part],
-    decode: Callable[[Snapshot], Generated],
-) -> Record:
-    """Every part from ``giving`` to ``receiving``, and the controls: outcomes against both trajectories."""
-    found = {
-        "control: own cache": _outcome(decode(transplant_cache(receiving, receiving.clone(), Part())), own, own),
-        "control: built again": _outcome(again[0], own, own),
-        "control: donor built again": _outcome(again[1], own, target),
-    }
-    for name, part in parts.items():
-        found[name] = _outcome(decode(transplant_cache(receiving, giving, part)), own, target)
-    return found
+    return study.record("transplant", (recipient, donor), passage, [new, sorted(parts), only], make)
 
 
-def _outcome(patched: Generated, own: Generated, target: Generated) -> Json:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decoded:
+    """Tokens, the first logits, and the digest of all logits' bits."""
+
+    tokens: list[int]
+    first: Tensor
+    bits: str
+
+
+def _digest(tensors: Iterable[Tensor | None]) -> str:
+    """Of every bit."""
+    state = xxhash.xxh3_128()
+    for tensor in tensors:
+        if tensor is not None:
+            state.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _outcome(patched: _Decoded, own: _Decoded, target: _Decoded) -> Json:
     """What became of one transplant.
 
     ``restored`` is the share of the distance of the first logits, whose prefix is the same in all runs, that the
     transplant closes: 1 at the target, 0 at the recipient's own.
     """
-    before = float(relative_l2(own.logits[0], target.logits[0]))
-    after = float(relative_l2(patched.logits[0], target.logits[0]))
+    before = float(relative_l2(own.first, target.first))
+    after = float(relative_l2(patched.first, target.first))
     return {
         "tokens_equal": patched.tokens == target.tokens,
-        "logits_equal": patched.tokens == target.tokens
-        and all(torch.equal(a, b) for a, b in zip(patched.logits, target.logits, strict=True)),
+        "logits_equal": patched.tokens == target.tokens and patched.bits == target.bits,
         "split_from_target": first_split(patched.tokens, target.tokens),
         "split_from_own": first_split(patched.tokens, own.tokens),
         "restored": number(1 - after / before) if 0 < before < math.inf else None,
     }
 
 
-def _finding(records: list[Record], explained: list[Record], direction: str, arms: tuple[Json, ...]) -> Finding:
-    apart = [record for record in records if record["split"] is not None]
-    measures = {"trajectories_differing": rate(len(apart), len(records), "sequences")}
+def _finding(
+    records: list[Record], explained: list[Record], direction: str, arms: tuple[Json, ...], counts: dict[str, int]
+) -> Finding:
+    measures = {"trajectories_differing": rate(counts["parted"], counts["screened"], "sequences")}
     matrix: Json = {}
-    for name in records[0][direction]:
-        every = [record[direction][name] for record in records]
-        among = every if name.startswith("control") else [record[direction][name] for record in apart]
+    for name in dict.fromkeys(name for record in records for name in record[direction]):
+        tried = [record for record in records if name in record[direction]]
+        every = [record[direction][name] for record in tried]
+        apart = [record[direction][name] for record in tried if record["split"] is not None]
+        among = every if name.startswith("control") else apart
         recovered = sum(one["tokens_equal"] for one in among)
         exact = sum(one["logits_equal"] for one in every)
         restored = [one["restored"] for one in every if one["restored"] is not None]
@@ -199,7 +240,9 @@ def _finding(records: list[Record], explained: list[Record], direction: str, arm
     )
     whole = all(record[direction]["whole"]["logits_equal"] for record in records)
     carrier = (
-        "the cache is the carrier: the whole of it gives the donor's logits to the bit"
+        "no two trajectories part: there is nothing to carry"
+        if not records
+        else "the cache is the carrier: the whole of it gives the donor's logits to the bit"
         if controls and whole
         else "the whole cache does not give the donor's logits to the bit"
         if controls
@@ -220,5 +263,5 @@ def _finding(records: list[Record], explained: list[Record], direction: str, arm
             and record[direction]["control: donor built again"]["logits_equal"]
             for record in records
         ),
-        detail={"direction": direction, "matrix": matrix},
+        detail={"direction": direction, "matrix": matrix, **counts},
     )

@@ -36,6 +36,10 @@ QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 @click.option(
     "--layer-step", type=click.IntRange(1), help="Layers between two that are patched. [default: 1; quick: 6]"
 )
+@click.option(
+    "--parted", type=click.IntRange(0), help="Transplant only the first so many whose donor and recipient part. [all]"
+)
+@click.option("--ranges", type=click.IntRange(0), help="Of these, so many by layers and tokens, too. [default: all]")
 @click.option("--explain", type=click.IntRange(0), help="Free runs explained with controls. [default: 2; quick: 1]")
 @click.option("--no-precision", is_flag=True, help="Leave the float64 runs out: no verdict semantic, no oracle.")
 @click.option("--packet", metavar="FILE", help="Audit this packet against MODEL's own cache.")
@@ -58,6 +62,8 @@ def audit(
     dtypes: str | None,
     until_split: bool,
     layer_step: int | None,
+    parted: int | None,
+    ranges: int | None,
     explain: int | None,
     no_precision: bool,
     packet: str | None,
@@ -82,6 +88,8 @@ def audit(
     given = {
         "new_tokens": new_tokens,
         "layer_step": layer_step,
+        "parted": parted,
+        "ranges": ranges,
         "explain": explain,
         "samplers": _names(samplers) or None,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Int
@@ -89,6 +90,7 @@ def snapshot_from_cache(
     copy: bool = False,
     tokenizer: PreTrainedTokenizerBase | None = None,
     full_hash: bool = False,
+    identity: Identity | None = None,
 ) -> Snapshot:
     """A snapshot of a cache that transformers built: `DynamicCache` or `StaticCache`, with full and sliding layers.
 
@@ -105,6 +107,7 @@ def snapshot_from_cache(
         copy: give the snapshot storage of its own, packed.
         tokenizer: to record in the identity; known already for a model from `load_model`.
         full_hash: record a hash of every byte of the weights, not only of a sample.
+        identity: of ``model``, where the caller has it already and the weights are as they were; computed by default.
 
     Raises:
         InvalidInput: the cache has seen more or fewer tokens than given, or is not this model's; positions that do
@@ -112,11 +115,12 @@ def snapshot_from_cache(
         UnsupportedCache: the cache or one of its layers is of another kind; names the class and the layer.
     """
     stages = (construction,) if isinstance(construction, str) else tuple(construction)
-    identity = identity_of(model, tokenizer, construction=stages, full_hash=full_hash)
+    if identity is None:
+        identity = identity_of(model, tokenizer, full_hash=full_hash)
     ids = as_ids(model, token_ids)
     mask = as_mask(attention_mask, ids)
     places = positions_of(mask) if positions is None else as_positions(positions, ids)
-    return _take(cache, identity, ids, mask, places, {}, copy=copy)
+    return _take(cache, replace(identity, construction=stages), ids, mask, places, {}, copy=copy)
 
 
 def run(
