@@ -9,7 +9,14 @@ import torch
 
 from kvferry.audit.arm import CACHE_OFF, CACHE_ON, Arm
 from kvferry.audit.finding import Finding, Json, Measure, place_of, rate
-from kvferry.audit.generate import first_split, generate
+from kvferry.audit.generate import (
+    Generated,
+    Screened,
+    first_split,
+    generate,
+    generate_until_split,
+    recompute_screened,
+)
 from kvferry.audit.pair import Record, number
 from kvferry.audit.passages import Passage, final_answer
 from kvferry.audit.sample import SAMPLERS, Sampler
@@ -30,37 +37,79 @@ def free_run(study: Study) -> list[Finding]:
     return found
 
 
-def decode_both(study: Study, reference: Arm, other: Arm, sampler: Sampler, passage: Passage) -> Record:
-    """Both arms' tokens after one prompt, where they part and the margins there."""
+def decode_both(
+    study: Study, reference: Arm, other: Arm, sampler: Sampler, passage: Passage, *, whole: bool = False
+) -> Record:
+    """Both arms' tokens after one prompt, where they part and the margins there.
+
+    ``whole``: where recomputation is screened, every step of this prompt is recomputed, too.
+    """
     settings = study.settings
 
     def make() -> Record:
-        second = generate(
-            study.models, other, passage.prompt, settings.new_tokens, sampler, sequence=passage.index, ends=study.ends
-        )
-        first = generate(
-            study.models,
-            reference,
-            passage.prompt,
-            settings.new_tokens,
-            sampler,
-            sequence=passage.index,
-            ends=study.ends,
-            until_split_from=[second.tokens] if settings.until_split else None,
-        )
+        more: Record = {}
+        if settings.screen:
+            first, second, more = _screened(study, reference, other, passage, whole=whole)
+        elif settings.until_split:
+            first, second = generate_until_split(
+                study.models,
+                (reference, other),
+                passage.prompt,
+                settings.new_tokens,
+                sampler,
+                sequence=passage.index,
+                ends=study.ends,
+            )
+        else:
+            first, second = (
+                generate(
+                    study.models,
+                    arm,
+                    passage.prompt,
+                    settings.new_tokens,
+                    sampler,
+                    sequence=passage.index,
+                    ends=study.ends,
+                )
+                for arm in (reference, other)
+            )
         split = first_split(first.tokens, second.tokens)
-        whole = not settings.until_split
         at = split if split is not None and split < min(len(first.tokens), len(second.tokens)) else None
         return {
             "reference": first.tokens,
             "other": second.tokens,
             "split": split,
             "margins": None if at is None else [number(first.margins[at]), number(second.margins[at])],
-            "answers": [_answer(study, run.tokens) for run in (first, second)] if whole else None,
+            "answers": None if settings.until_split else [_answer(study, run.tokens) for run in (first, second)],
+            **more,
         }
 
-    more = [sampler.to_json(), settings.seed, settings.new_tokens, settings.until_split, list(study.ends)]
-    return study.record("free", (reference, other), passage, more, make)
+    asked = [sampler.to_json(), settings.seed, settings.new_tokens, settings.until_split, list(study.ends)]
+    asked += [settings.screen, whole] if settings.screen else []
+    return study.record("free", (reference, other), passage, asked, make)
+
+
+def _screened(
+    study: Study, reference: Arm, other: Arm, passage: Passage, *, whole: bool
+) -> tuple[Generated | Screened, Generated, Record]:
+    """The reference recomputed where it may have chosen otherwise; ``whole``: at every step as well, to compare."""
+    settings, prompt = study.settings, passage.prompt
+    second = generate(study.models, other, prompt, settings.new_tokens, ends=study.ends, keep_logits=True)
+    first = recompute_screened(
+        study.models,
+        reference,
+        prompt,
+        second,
+        settings.new_tokens,
+        settings.screen,
+        ends=study.ends,
+        until_split=settings.until_split,
+    )
+    agrees = None
+    if whole:
+        every = generate(study.models, reference, prompt, len(first.tokens), ends=study.ends)
+        agrees = every.tokens == first.tokens
+    return first, second, {"recomputed": first.recomputed, "agrees": agrees}
 
 
 def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
@@ -68,7 +117,8 @@ def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
     records: list[Record] = []
     explained: list[Record] = []
     for passage in study.passages:
-        record = decode_both(study, reference, other, seeded, passage)
+        whole = len(records) < study.settings.explain
+        record = decode_both(study, reference, other, seeded, passage, whole=whole)
         records.append(record)
         if len(explained) < study.settings.explain and (record["split"] is not None or passage is study.passages[-1]):
             explained.append(study.pair(reference, other, _up_to_split(passage, record)))
@@ -114,7 +164,19 @@ def free_measures(study: Study, records: list[Record]) -> tuple[dict[str, Measur
     ]
     if margins:
         found["margin_at_divergence_median"] = Measure(float(np.median(margins)), len(margins), None, "prompts")
+    found |= _screen_measures(records)
     return found | _answer_measures(study, records), curve.to_json()
+
+
+def _screen_measures(records: list[Record]) -> dict[str, Measure]:
+    """Of screened runs: the share of steps that were recomputed, and of prompts on which it made no difference."""
+    screened = [record for record in records if "recomputed" in record]
+    if not screened:
+        return {}
+    steps = sum(len(record["reference"]) for record in screened)
+    tried = [record["agrees"] for record in screened if record["agrees"] is not None]
+    found = {"steps_recomputed": rate(sum(record["recomputed"] for record in screened), steps, "steps")}
+    return found | ({"screening_agrees": rate(sum(tried), len(tried), "prompts")} if tried else {})
 
 
 def _answer_measures(study: Study, records: list[Record]) -> dict[str, Measure]:

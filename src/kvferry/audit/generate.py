@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -76,7 +77,7 @@ def generate(
     found = Generated()
     ended = False
     with models.use(arm) as model:
-        steps = _cached(models, model, arm, ids, start) if arm.cached else _recomputed(model, arm, ids)
+        steps = _steps(models, model, arm, ids, start)
         with contextlib.closing(steps):
             logits = next(steps)
             for step in range(new_tokens):
@@ -103,7 +104,112 @@ def first_split(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
+def generate_until_split(
+    models: ModelSet,
+    arms: Sequence[Arm],
+    prompt: Int[Tensor, "1 length"],
+    new_tokens: int,
+    sampler: Sampler = GREEDY,
+    *,
+    sequence: int = 0,
+    ends: Sequence[int] = (),
+) -> list[Generated]:
+    """Decode after a prompt along several arms, step by step, up to the first token that is not the same in all.
+
+    Raises:
+        InvalidInput: arms of several dtypes, backends, or numbers of threads.
+    """
+    if len({(arm.dtype, arm.attn, arm.threads, arm.accumulation) for arm in arms}) != 1:
+        raise InvalidInput("arms that are decoded together run the same model with the same settings")
+    ids = [_one(models, arm, prompt) for arm in arms]
+    found = [Generated() for _ in arms]
+    with models.use(arms[0]) as model, contextlib.ExitStack() as stack:
+        steps = [_steps(models, model, arm, own, None) for arm, own in zip(arms, ids, strict=True)]
+        for one in steps:
+            stack.callback(one.close)
+        logits = [next(one) for one in steps]
+        for step in range(new_tokens):
+            for run, row in zip(found, logits, strict=True):
+                token, margin = sampler.choose(row, sequence, step)
+                run.tokens.append(token)
+                run.margins.append(margin)
+            chosen = {run.tokens[-1] for run in found}
+            if len(chosen) > 1 or chosen & set(ends) or step + 1 == new_tokens:
+                break
+            logits = [one.send(run.tokens[-1]) for one, run in zip(steps, found, strict=True)]
+    return [Generated(run.tokens, run.margins, [], run.tokens[-1] in ends) for run in found]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Screened:
+    """A run without a cache that was recomputed only where it may have chosen otherwise; ``recomputed``: steps."""
+
+    tokens: list[int]
+    margins: list[float]
+    recomputed: int
+
+
+def recompute_screened(
+    models: ModelSet,
+    arm: Arm,
+    prompt: Int[Tensor, "1 length"],
+    beside: Generated,
+    new_tokens: int,
+    factor: float,
+    *,
+    ends: Sequence[int] = (),
+    until_split: bool = False,
+) -> Screened:
+    """Decode greedily without a cache, beside a run on one, with one pass over that run's text to say where to look.
+
+    The pass gives the logits of every step at once, in another shape than recomputation does. Where the choice leads by
+    more than ``factor`` times the largest difference of the pass's logits to the other run's anywhere in the text, no
+    shape chooses otherwise (a flip takes twice the difference), and the token is taken as it is. All other steps, and
+    all behind the first token that differs, are recomputed.
+
+    Args:
+        models: what to run on.
+        arm: one that recomputes.
+        prompt: the tokens before.
+        beside: the run on a cache, with its logits.
+        new_tokens: how many at most.
+        factor: see above; more than 2.
+        ends: tokens that end the run.
+        until_split: stop behind the first token that differs.
+    """
+    if factor <= 2 or not beside.logits or arm.decode != "recompute":
+        raise InvalidInput(f"arm {arm}, factor {factor}: screening is for recomputation, beside logits, above 2")
+    ids = _one(models, arm, prompt)
+    tokens: list[int] = []
+    margins: list[float] = []
+    recomputed = 0
+    with models.use(arm) as model:
+        text = torch.cat([ids, torch.tensor([beside.tokens[:-1]], dtype=torch.int64)], dim=1)
+        whole = Run(model, arm, text, Watched())
+        at_once = whole.forward(empty_cache(model), 0, text.shape[1], keep=len(beside.tokens))[0]
+        apart = [float((mine - own).double().abs().max()) for mine, own in zip(at_once, beside.logits, strict=True)]
+        reach = factor * max(apart)
+        run = Run(model, arm, ids, Watched())
+        for step in range(new_tokens):
+            together = tokens == beside.tokens[:step] and step < len(beside.tokens)
+            token, margin = GREEDY.choose(at_once[step], 0, step) if together else (-1, 0.0)
+            if not (together and token == beside.tokens[step] and margin > reach):
+                logits = run.forward(empty_cache(model), 0, run.ids.shape[1], keep=1)
+                token, margin = GREEDY.choose(logits[0, -1], 0, step)
+                recomputed += 1
+            tokens.append(token)
+            margins.append(margin)
+            if token in ends or (until_split and tokens != beside.tokens[: step + 1]):
+                break
+            run.append(token)
+    return Screened(tokens, margins, recomputed)
+
+
 _Steps = Generator[Tensor, int, None]
+
+
+def _steps(models: ModelSet, model: PreTrainedModel, arm: Arm, ids: Tensor, start: Snapshot | None) -> _Steps:
+    return _cached(models, model, arm, ids, start) if arm.cached else _recomputed(model, arm, ids)
 
 
 def _cached(models: ModelSet, model: PreTrainedModel, arm: Arm, ids: Tensor, start: Snapshot | None) -> _Steps:

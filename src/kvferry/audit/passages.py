@@ -75,24 +75,35 @@ def passages_of_ids(token_ids: Tensor, start: int | None = None) -> list[Passage
     return [Passage(index, row.unsqueeze(0), place) for index, row in enumerate(ids)]
 
 
-def passages_of_tasks(tokenizer: Any, path: str | Path, n: int | None = None) -> list[Passage]:
+def passages_of_tasks(
+    tokenizer: Any, path: str | Path, n: int | None = None, longest: int | None = None
+) -> list[Passage]:
     """Prompts of a file of ``{"question": …, "answer": …}`` lines, such as GSM8K's; the whole passage is the prompt.
 
+    Args:
+        tokenizer: of the model.
+        path: the file.
+        n: take the first so many.
+        longest: leave out prompts of more tokens than that.
+
     Raises:
-        InvalidInput: no such file, or a line that is none of these.
+        InvalidInput: no such file, a line that is none of these, or too few prompts.
     """
     lines = read_text(path).splitlines()
-    found = []
-    for number, line in enumerate(lines[:n], 1):
+    found: list[Passage] = []
+    for number, line in enumerate(lines, 1):
+        if n is not None and len(found) >= n:
+            break
         try:
             item = json.loads(line)
             question, answer = item["question"], item["answer"]
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f'{path}, line {number}: no object with "question" and "answer"') from error
         ids = tokenizer(f"Question: {question}\nAnswer:", verbose=False).input_ids
-        found.append(Passage(number - 1, torch.tensor([ids], dtype=torch.int64), len(ids), final_answer(answer)))
+        if longest is None or len(ids) <= longest:
+            found.append(Passage(number - 1, torch.tensor([ids], dtype=torch.int64), len(ids), final_answer(answer)))
     if not found:
-        raise InvalidInput(f"{path} has no tasks")
+        raise InvalidInput(f"{path} has no tasks" + ("" if longest is None else f" of at most {longest} tokens"))
     return found
 
 

@@ -25,6 +25,8 @@ class Settings:
         patch_positions: positions of the suffix patched, evenly spread.
         horizon: steps after a patched position that are looked at.
         until_split: in free runs, stop the second arm behind its first divergence: no answers are compared then.
+        screen: in greedy free runs, recompute only where the choice leads by less than so many times what shapes move
+            logits by; 0: every step. The first ``explain`` prompts are recomputed whole, too, and must agree.
         resamples: of bootstraps.
         seed: of sampling and of bootstraps.
     """
@@ -39,6 +41,7 @@ class Settings:
     patch_positions: int = 3
     horizon: int = 3
     until_split: bool = False
+    screen: float = 0.0
     resamples: int = 20_000
     seed: int = 0
 
@@ -47,6 +50,8 @@ class Settings:
             raise InvalidInput("new_tokens, layer_step, patch_positions, horizon and resamples must be positive")
         if min(self.explain, self.parted, self.ranges or 0) < 0:
             raise InvalidInput("explain, parted and ranges must not be negative")
+        if self.screen and (self.screen <= 2 or self.samplers != ("greedy",)):
+            raise InvalidInput(f"screen is {self.screen}; it is for greedy runs, and more than 2")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

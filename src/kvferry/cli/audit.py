@@ -32,6 +32,8 @@ QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 @click.option("--new", "new_tokens", type=click.IntRange(1), help="Tokens of a free run. [default: 64; quick: 12]")
 @click.option("--samplers", default=None, help="greedy, top_k, top_p, temperature, with commas. [default: greedy]")
 @click.option("--dtypes", help=f"Run in each of these, with commas: {', '.join(DTYPES)}. [default: --dtype]")
+@click.option("--longest", type=click.IntRange(2), help="Leave out prompts of --tasks with more tokens.")
+@click.option("--screen", type=float, help="Greedy OFF runs recompute only near ties: see docs/audit.md. [default: 0]")
 @click.option("--until-split", is_flag=True, help="Free runs end where they part: cheaper, and no answers.")
 @click.option(
     "--layer-step", type=click.IntRange(1), help="Layers between two that are patched. [default: 1; quick: 6]"
@@ -60,6 +62,8 @@ def audit(
     new_tokens: int | None,
     samplers: str | None,
     dtypes: str | None,
+    longest: int | None,
+    screen: float | None,
     until_split: bool,
     layer_step: int | None,
     parted: int | None,
@@ -91,6 +95,7 @@ def audit(
         "parted": parted,
         "ranges": ranges,
         "explain": explain,
+        "screen": screen,
         "samplers": _names(samplers) or None,
     }
     settings = replace(
@@ -104,13 +109,13 @@ def audit(
     if packet is not None or cache is not None:
         if packet is not None and cache is not None:
             raise InvalidInput("give --packet or --cache, not both")
-        if protocols or dtypes or tasks:
+        if protocols or dtypes or tasks or longest:
             raise InvalidInput("--packet and --cache have a protocol, dtype and tokens of their own")
         findings, floor = _given(common, model, packet, cache, settings)
     else:
         sizes = (n or (2 if quick else 8), prefix or (48 if quick else 128), suffix or (6 if quick else 32))
         words = None if tasks is not None else prompt_text(None, text, needed=False)
-        findings, floor = _protocols(common, model, names, settings, words, tasks, sizes, dtypes, log_path)
+        findings, floor = _protocols(common, model, names, settings, words, (tasks, longest), sizes, dtypes, log_path)
     rows = [finding.to_json() for finding in findings]
     files = [] if plots is None else report.write(rows, plots, title=model)
     bad = any(finding.bad for finding in findings)
@@ -135,7 +140,7 @@ def _protocols(
     protocols: tuple[str, ...],
     settings: Settings,
     words: str | None,
-    tasks: str | None,
+    tasks: tuple[str | None, int | None],
     sizes: tuple[int, int, int],
     dtypes: str | None,
     log_path: str | None,
@@ -204,13 +209,16 @@ def _given(
     return [finding], replica_floor([finding])
 
 
-def _passages(tokenizer: Any, words: str | None, tasks: str | None, sizes: tuple[int, int, int]) -> list[Passage]:
+def _passages(
+    tokenizer: Any, words: str | None, tasks: tuple[str | None, int | None], sizes: tuple[int, int, int]
+) -> list[Passage]:
     from kvferry.audit.passages import passages_of_tasks, passages_of_text
     from kvferry.hf.text import default_text
 
     n, prefix, suffix = sizes
-    if tasks is not None:
-        return passages_of_tasks(tokenizer, tasks, n)
+    path, longest = tasks
+    if path is not None:
+        return passages_of_tasks(tokenizer, path, n, longest)
     return passages_of_text(tokenizer, words or default_text(), n=n, prefix=prefix, suffix=suffix)
 
 
