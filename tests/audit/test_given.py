@@ -119,3 +119,32 @@ def test_margins_predict_flips() -> None:
     assert expected is not None
     assert abs(expected - observed) < 40
     assert expected_flips(logits, logits) == 0
+
+
+SHIPPED = [
+    (None, None, None),
+    (faults.shifted_positions(), "positions", (0, "keys")),
+    (faults.swapped_head(15, 1), "keys and values swapped", (15, "keys+values")),
+    (faults.stale_layer(15), "stale layer", (15, "keys+values")),
+]
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("uniform_int4", None), ("sink_protect", 0.6)])
+@pytest.mark.parametrize(("change", "name", "place"), SHIPPED, ids=lambda value: getattr(value, "name", None))
+def test_a_packet_of_a_wrong_cache_is_found_out_with_no_codec_to_hold_it_against(
+    smollm2: Any, change: Change | None, name: str | None, place: tuple[int, str] | None, policy: str, budget: Any
+) -> None:
+    model, tokenizer = smollm2
+    ids = torch.tensor(
+        [tokenizer("The river rises in the hills to the north and runs past three old mills.").input_ids]
+    )
+    models = ModelSet(model)
+    packet = encode(build_cache(models, Arm(change=change), ids), budget, policy)
+    found = audit_cache(models, decode(packet), new_tokens=2)
+    if name is None:
+        assert found.verdict == "codec", found.reasons
+        assert any("no fault shows under it" in why for why in found.reasons)
+    else:
+        assert (found.verdict, found.layer, found.tensor) == ("semantic", *(place or ())), found.reasons
+        assert found.diagnosis is not None
+        assert found.diagnosis["name"] == name

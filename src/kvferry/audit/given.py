@@ -22,9 +22,11 @@ from kvferry.audit.drift import Drift, cache_distance, drift, nonfinite, relativ
 from kvferry.audit.finding import Finding, Json, Measure, rate
 from kvferry.audit.generate import generate
 from kvferry.audit.locate import Location, locate
+from kvferry.audit.lossy import Lossy, fault_under_loss
 from kvferry.audit.measures import logit_drift
 from kvferry.audit.models import ModelSet
 from kvferry.audit.run import run_arm
+from kvferry.audit.runs import floor_between
 from kvferry.audit.study import OnProgress
 from kvferry.audit.trace import TENSORS, Trace
 from kvferry.audit.transplant import Part, transplant_cache
@@ -127,25 +129,33 @@ def _judge(models: ModelSet, snapshot: Snapshot, runs: _Runs, lossy: bool, verif
     where = locate(distances, bounds, runs.exact, given)
     notes: list[str] = []
     matches = [path for path, trace in {"prefill": own, **runs.paths}.items() if trace.same_outputs(given)]
-    declared = False
+    declared, under, diagnosis = False, None, None
     if where is not None and lossy:
         declared, where = _within_codec(runs, distances, bounds, dropped, where)
+        # A lossy stage may take a cache far off, but it neither turns keys nor swaps heads.
+        under = fault_under_loss(Lossy(models.own, runs.exact, given, torch.from_numpy(dropped)))
         notes.append(
-            "the receiver's own cache through the same codec is as far off"
+            f"under what the lossy stage costs, {under.name} in layer {under.layer}: {under.why}"
+            if under is not None
+            else "the receiver's own cache through the same codec is as far off"
             if declared and runs.coded is not None
-            else "a lossy stage is declared; no codec was given to check its size"
+            else "a lossy stage is declared; no codec was given to check its size, and no fault shows under it"
             if declared
             else "farther off than the receiver's own cache is through the same codec"
         )
+        declared = declared and under is None
     stands = where is not None
-    diagnosis = None
-    if where is not None and not declared:
+    if under is not None:
+        diagnosis = {"name": under.name, "why": under.why}
+    elif where is not None and not declared:
         known = diagnose(Case(models.own, runs.exact, given, where))
         diagnosis = None if known is None else {"name": known[0], "why": known[1]}
         notes += [] if known is None else [f"{known[0]}: {known[1]}"]
     broken = nonfinite(given)
+    floor = None if own.same_bits(runs.again) else floor_between(own, runs.again)
     evidence = Evidence(
-        replicas=own.same_bits(runs.again),
+        replicas=floor is None,
+        floor=None if floor is None else (floor.max_abs, floor.relative_l2),
         identical="prefill" in matches,
         nonfinite=None if broken is None else ("given cache", *broken),
         vanishes=not stands,
@@ -157,10 +167,14 @@ def _judge(models: ModelSet, snapshot: Snapshot, runs: _Runs, lossy: bool, verif
     reasons = verdict.reasons
     if verdict.name == "rounding":
         reasons = ("no farther from a float64 prefill than the receiver's own caches are", *verdict.reasons[1:])
-    elif verdict.name == "semantic":
+    elif verdict.name == "semantic" and under is None:
         reasons = ("farther from a float64 prefill than rounding takes the receiver's own caches", *verdict.reasons[1:])
-    layer, tensor = (broken[0], broken[1]) if broken is not None else (None, None)
-    if broken is None and where is not None:
+    layer, tensor = None, None
+    if broken is not None:
+        layer, tensor = broken[0], broken[1]
+    elif under is not None:
+        layer, tensor = under.layer, under.tensor
+    elif where is not None:
         layer, tensor = where.layer, where.tensor
     return Finding(
         protocol="given_cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from kvferry.audit.passages import Passage
     from kvferry.audit.settings import Settings
 
+EXACT_DTYPES = (*DTYPES, "float64")
+"""What audits run in: float64 is no dtype to ship in, but the one that shows what the others round."""
+
 QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 
 
@@ -31,7 +35,7 @@ QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 @click.option("--suffix", type=click.IntRange(1), help="Tokens compared after it. [default: 32; quick: 6]")
 @click.option("--new", "new_tokens", type=click.IntRange(1), help="Tokens of a free run. [default: 64; quick: 12]")
 @click.option("--samplers", default=None, help="greedy, top_k, top_p, temperature, with commas. [default: greedy]")
-@click.option("--dtypes", help=f"Run in each of these, with commas: {', '.join(DTYPES)}. [default: --dtype]")
+@click.option("--dtypes", help=f"Run in each of these, with commas: {', '.join(EXACT_DTYPES)}. [default: --dtype]")
 @click.option("--longest", type=click.IntRange(2), help="Leave out prompts of --tasks with more tokens.")
 @click.option("--screen", type=float, help="Greedy OFF runs recompute only near ties: see docs/audit.md. [default: 0]")
 @click.option("--until-split", is_flag=True, help="Free runs end where they part: cheaper, and no answers.")
@@ -49,7 +53,7 @@ QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 @click.option("--quick", is_flag=True, help="Small sizes: under two minutes on SmolLM2-135M.")
 @click.option("--log", "log_path", metavar="FILE", help="Keep records there as they come, and go on from them.")
 @click.option("--plots", metavar="DIR", help="Write figures there; needs matplotlib (pip install 'kvferry[report]').")
-@model_options
+@partial(model_options, dtypes=EXACT_DTYPES)
 def audit(
     common: Common,
     model: str,
@@ -154,9 +158,9 @@ def _protocols(
     if unknown:
         raise InvalidInput(f"unknown protocol {', '.join(unknown)}: {', '.join(PROTOCOLS)} are")
     chosen = _names(dtypes) or (common.dtype,)
-    wrong = [one for one in chosen if one is not None and one not in DTYPES]
+    wrong = [one for one in chosen if one is not None and one not in EXACT_DTYPES]
     if wrong:
-        raise InvalidInput(f"unknown dtype {', '.join(wrong)}: {', '.join(DTYPES)} are")
+        raise InvalidInput(f"unknown dtype {', '.join(wrong)}: {', '.join(EXACT_DTYPES)} are")
     findings: list[Finding] = []
     with ResultLog(log_path) as log:
         for asked in chosen:

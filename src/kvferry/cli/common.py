@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -57,12 +57,14 @@ class Common:
             torch.set_num_threads(self.threads)
 
 
-def model_options(function: Function, *, seed_help: str = "For what is random.") -> Function:
+def model_options(
+    function: Function, *, seed_help: str = "For what is random.", dtypes: Sequence[str] = DTYPES
+) -> Function:
     """``--dtype --attn --threads --seed``: how a model is loaded and run."""
     for option in reversed(
         (
             click.option(
-                "--dtype", type=click.Choice(DTYPES), help=f"Of weights and cache. [default: {DEFAULT_DTYPE}]"
+                "--dtype", type=click.Choice(dtypes), help=f"Of weights and cache. [default: {DEFAULT_DTYPE}]"
             ),
             click.option("--attn", metavar="BACKEND", help=f"Attention backend. [default: {DEFAULT_ATTN}]"),
             click.option("--threads", type=click.IntRange(1, 4096), help="Threads to compute with."),
