@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import kvferry as kv
+from kvferry.audit import protocols
 from kvferry.audit.protocols import PROTOCOLS
 from kvferry.audit.settings import Settings
 from kvferry.errors import InvalidInput
@@ -72,10 +74,13 @@ def test_overflow_is_reported_by_every_protocol(protocol: str) -> None:
 
 def test_the_same_again_is_the_same_json(model: object) -> None:
     def run() -> str:
-        found = kv.audit(model, tiny.prompt(1, 20), protocols=["fixed_prefix", "free_run"], settings=SMALL)
+        settings = replace(SMALL, samplers=("greedy", "top_p", "temperature"), seed=3)
+        found = kv.audit(model, tiny.prompt(1, 20), protocols=["fixed_prefix", "free_run"], settings=settings)
         return json.dumps(found.to_json(), sort_keys=True)
 
-    assert run() == run()
+    first = run()
+    assert first == run()
+    assert '"name": "temperature"' in first
 
 
 def test_what_is_in_the_log_is_not_run_again(model: object, tmp_path: Path) -> None:
@@ -83,13 +88,34 @@ def test_what_is_in_the_log_is_not_run_again(model: object, tmp_path: Path) -> N
     with ResultLog(path) as log:
         first = kv.audit(model, tiny.prompt(2, 20), settings=SMALL, log=log)
     lines = path.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 2
-    path.write_bytes(lines[0] + lines[1][:40])  # killed while the second was written
+    assert len(lines) == 3  # the environment, then a record a passage, which name it
+    header, *records = (json.loads(line) for line in lines)
+    assert set(header["value"]["environment"]) >= {
+        "torch",
+        "threads",
+        "dtype",
+        "attn",
+        "cpu",
+        "git_revision",
+        "weights",
+    }
+    assert {record["value"]["made_with"] for record in records} == {header["key"]}
+    path.write_bytes(lines[0] + lines[1] + lines[2][:40])  # killed while the second was written
     with ResultLog(path) as log:
-        assert len(log) == 1
+        assert len(log) == 2
         again = kv.audit(model, tiny.prompt(2, 20), settings=SMALL, log=log)
     assert again.to_json() == first.to_json()
     assert path.read_bytes() == b"".join(lines)
+
+
+def test_another_environment_takes_up_nothing(model: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "audit.jsonl"
+    for processor, records in (("one", 1), ("one", 1), ("another", 2)):
+        monkeypatch.setattr(protocols, "cpu_name", lambda name=processor: name)
+        with ResultLog(path) as log:
+            kv.audit(model, tiny.prompt(1, 20), settings=SMALL, log=log)
+        lines = [json.loads(line)["value"] for line in path.read_bytes().splitlines()]
+        assert sum("environment" in line for line in lines) == sum("made_with" in line for line in lines) == records
 
 
 def test_transplants_carry_the_whole_and_controls_hold(model: object) -> None:

@@ -150,6 +150,11 @@ def pair_measures(records: Sequence[Record], *, resamples: int, seed: int) -> di
     found = {
         "sequences_differing": rate(sum(not record["identical"] for record in records), len(records), "sequences"),
     }
+    floors = [record["floor"] for record in records if "floor" in record]
+    for name in ("max_abs", "relative_l2"):
+        if floors:
+            worst_of = max(math.inf if one[name] is None else one[name] for one in floors)
+            found[f"replica_{name}"] = Measure(worst_of if math.isfinite(worst_of) else None, len(floors))
     if not finite:
         return found
     rows = [record["logits"] for record in finite]
@@ -159,11 +164,15 @@ def pair_measures(records: Sequence[Record], *, resamples: int, seed: int) -> di
         return np.array([value for row in rows for value in row[name]], dtype=np.float64)
 
     def mean(values: Any, among: Sequence[int]) -> Interval | None:
+        if np.ptp(values) == 0:
+            return None  # resampling what is all the same says nothing of what was not seen
         return bootstrap_mean(list(values), among, resamples=resamples, seed=seed)
 
     flips = pooled("flip")
     found["flip_rate"] = rate(int(flips.sum()), len(flips), "positions")
-    clustered = mean(flips, clusters)
+    flipped = sum(any(row["flip"]) for row in rows)
+    # Of none at all, or all, the interval is that of sequences with a flip in them: a bootstrap would claim none.
+    clustered = mean(flips, clusters) if 0 < flips.sum() < len(flips) else wilson(flipped, len(rows))
     found["flip_rate_clustered"] = Measure(float(flips.mean()), len(rows), clustered)
     for name in ("kl", "kl_reverse"):
         values = pooled(name)

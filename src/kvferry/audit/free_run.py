@@ -23,7 +23,7 @@ from kvferry.audit.sample import SAMPLERS, Sampler
 from kvferry.audit.study import Study
 from kvferry.audit.verdict import worst
 from kvferry.errors import InvalidInput
-from kvferry.evidence.statistics import bootstrap_mean, mcnemar
+from kvferry.evidence.statistics import bootstrap_mean, mcnemar, wilson
 from kvferry.evidence.survival import kaplan_meier
 
 
@@ -192,6 +192,10 @@ def _answer_measures(study: Study, records: list[Record]) -> dict[str, Measure]:
     off, on = sum(a for a, _ in right), sum(b for _, b in right)
     settings = study.settings
     interval = bootstrap_mean([float(b) - float(a) for a, b in right], resamples=settings.resamples, seed=settings.seed)
+    if off == on and all(a == b for a, b in right):
+        # None of the pairs differs: as many more of them as Wilson allows may, to either side.
+        most = wilson(0, len(pairs))[1]
+        interval = (-most, most)
     changed = sum(first != second for (first, second), _ in pairs)
     p = mcnemar(sum(a and not b for a, b in right), sum(b and not a for a, b in right))
     return {

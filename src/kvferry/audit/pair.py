@@ -16,7 +16,7 @@ from kvferry.audit.diagnose import Case, diagnose
 from kvferry.audit.drift import Drift, cache_distance, drift, nonfinite
 from kvferry.audit.locate import Location, locate
 from kvferry.audit.measures import logit_drift
-from kvferry.audit.runs import Runs
+from kvferry.audit.runs import Floor, Runs, floor_between
 from kvferry.audit.trace import TENSORS, Trace
 from kvferry.audit.verdict import Evidence, decide, finer, precision_bounds
 
@@ -46,7 +46,8 @@ def compare(runs: Runs, reference: Arm, other: Arm, controls: Controls | None = 
     """Run two arms over one sequence, with their controls, and say what is between them."""
     controls = controls or Controls()
     first, second = runs.trace(reference), runs.trace(other)
-    replicas = not controls.replicas or (runs.replicated(reference) and runs.replicated(other))
+    floors = [floor for arm in (reference, other) if controls.replicas and (floor := runs.floor(arm)) is not None]
+    replicas = not floors
     between = drift(first, second)
     logits = logit_drift(first.logits, second.logits)
     identical = first.same_outputs(second)
@@ -65,8 +66,18 @@ def compare(runs: Runs, reference: Arm, other: Arm, controls: Controls | None = 
         "drift_median": {name: numbers(_medians(between, name)) for name in TENSORS},
         "heat": {name: _binned(between.maps[name]) for name in TENSORS},
     }
+    floor = None
+    if floors:
+        floor = Floor(max(one.max_abs for one in floors), max(one.relative_l2 for one in floors))
+        record["floor"] = {"max_abs": number(floor.max_abs), "relative_l2": number(floor.relative_l2)}
     broken = _nonfinite(first, second)
-    evidence = Evidence(replicas=replicas, identical=identical, nonfinite=broken)
+    evidence = Evidence(
+        replicas=replicas,
+        identical=identical,
+        nonfinite=broken,
+        floor=None if floor is None else (floor.max_abs, floor.relative_l2),
+        within_floor=floor is not None and _within(floor, first, second),
+    )
     if not identical and broken is None:
         evidence = _explained(runs, record, evidence, first, second, between, controls)
     verdict = decide(evidence)
@@ -173,6 +184,12 @@ def _unexplained(record: Mapping[str, Any]) -> int:
     noise = own + np.percentile(own, 99)
     margins = np.array([0.0 if value is None else value for value in logits["margin"]])
     return int(((np.array(logits["flip"], dtype=float) > 0) & (margins > 2 * noise)).sum())
+
+
+def _within(floor: Floor, first: Trace, second: Trace) -> bool:
+    """Whether two runs are no farther apart than either is from itself; one draw of a floor is taken twice."""
+    between = floor_between(first, second)
+    return between.max_abs <= 2 * floor.max_abs and between.relative_l2 <= 2 * floor.relative_l2
 
 
 def _differ(a: Arm, b: Arm) -> bool:

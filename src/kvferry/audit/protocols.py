@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from kvferry.audit import pairs, self_check
@@ -19,9 +21,10 @@ from kvferry.audit.study import OnProgress, Study
 from kvferry.audit.transplant import transplant
 from kvferry.errors import InvalidInput
 from kvferry.evidence.log import ResultLog, code_digest, digest
+from kvferry.evidence.machine import cpu_name, git_revision
 from kvferry.evidence.statistics import wilson
-from kvferry.hf.identity import identity_of
 from kvferry.hf.models import loaded_as
+from kvferry.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,28 +149,40 @@ def study_of(
     log: ResultLog,
     on_progress: OnProgress | None,
 ) -> Study:
-    """A study of ``model``; its subject is the weights, dtype, backend, threads and code."""
+    """A study of ``model``; its subject is the weights, dtype, backend, threads, processor and code."""
     import torch
 
-    identity = identity_of(model)
+    models = ModelSet(model)
+    identity = models.identity(model)
     known = loaded_as(model)
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
+    environment = {
+        "dtype": identity.dtype,
+        "attn": identity.attention,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": identity.transformers,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "device": str(model.device),
+    }
+    # `ship` is what codecs and planted quantisers run through.
+    code = code_digest("audit", "hf", "ship", "snapshot")
+    told = {
+        "model": identity.model,
+        "weights": identity.weights,
+        "kvferry": __version__,
+        "git_revision": git_revision(),
+    }
     return Study(
-        models=ModelSet(model),
+        models=models,
         passages=passages,
         settings=settings,
         log=log,
-        subject=digest(
-            [
-                identity.weights,
-                identity.dtype,
-                identity.attention,
-                identity.transformers,
-                torch.__version__,
-                torch.get_num_threads(),
-                code_digest("audit", "hf", "snapshot"),
-            ]
-        ),
+        subject=digest([identity.weights, environment, code]),
+        environment={**told, "code": code, **environment},
         ends=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
         read=None if known is None else lambda tokens: str(known.tokenizer.decode(tokens, skip_special_tokens=True)),
         on_progress=on_progress,
@@ -175,16 +190,22 @@ def study_of(
 
 
 def replica_floor(findings: Sequence[Finding]) -> dict[str, Any]:
-    """How often the same path twice gave the same bits: no claim is finer than this."""
+    """How often the same path twice gave the same bits, and by how much it was off where not: no claim is finer."""
     told = [finding for finding in findings if finding.replicas is not None]
     runs = sum(sum(finding.verdicts.values()) if finding.protocol != "transplant" else finding.n for finding in told)
     equal = sum(finding.replicas or 0 for finding in told)
+    sizes = {
+        name: max((one.measures[key].value or 0.0 for one in told if key in one.measures), default=0.0)
+        for name, key in (("max_abs", "replica_max_abs"), ("relative_l2", "replica_relative_l2"))
+    }
     return {
         "deterministic": equal == runs,
         "n": runs,
         "equal": equal,
         "differing_ci": list(wilson(runs - equal, runs)) if runs else None,
+        **sizes,
         "note": "every pair of arms ran twice from disjoint storage"
         if equal == runs
-        else "the same path twice gave other bits: nothing finer than what replicas differ by is claimed",
+        else f"the same path twice gave other bits, up to {sizes['max_abs']:.3g} in a logit and "
+        f"{sizes['relative_l2']:.3g} in relative L2 of a layer: nothing finer is claimed",
     }

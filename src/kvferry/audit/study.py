@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,8 @@ class Study:
         passages: sequences to run on.
         settings: sizes.
         log: where records are kept as they come.
-        subject: digest of model, code and whatever else a record hangs on; part of every key.
+        subject: digest of model, code, machine and whatever else a record hangs on; part of every key.
+        environment: what records are made with, for whoever reads the log: its first line, and each record names it.
         ends: tokens that end a free run.
         read: tokens to text, for answers; ``None`` where no tokenizer is known.
         on_progress: told after every step.
@@ -44,6 +45,7 @@ class Study:
     settings: Settings
     log: ResultLog
     subject: str = ""
+    environment: Json = field(default_factory=dict)
     ends: tuple[int, ...] = ()
     read: Callable[[list[int]], str] | None = None
     on_progress: OnProgress | None = None
@@ -56,7 +58,8 @@ class Study:
         described = [arm.to_json() for arm in arms]
         key = digest([self.subject, kind, described, _ids(passage.token_ids), passage.start, passage.index, more])
         if key not in self.log:
-            self.log.add(key, make())
+            made = make()
+            self.log.add(key, {"made_with": self._header(), **made})
         found: Record = self.log[key]
         return found
 
@@ -70,6 +73,13 @@ class Study:
             [controls.replicas, controls.precision, controls.shapes],
             lambda: compare(self._runs_of(passage), reference, other, controls),
         )
+
+    def _header(self) -> str:
+        """The key of the log's line that holds the environment; written before the first record of it."""
+        key = digest([self.subject, "environment", self.environment])
+        if key not in self.log:
+            self.log.add(key, {"environment": self.environment})
+        return key
 
     def _runs_of(self, passage: Passage) -> Runs:
         """Runs of a passage, kept until another one's turn comes: pairs are gone through passage by passage."""

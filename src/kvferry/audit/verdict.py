@@ -35,6 +35,8 @@ class Evidence:
         shapes_alone: in these shapes the reference is the other arm itself: its replica is that run.
         declared: the difference is what a declared lossy stage costs.
         unexplained_flips: flips whose margin is beyond what rounding reaches.
+        floor: where replicas differ, by how much: of a logit, and in relative L2 of a layer.
+        within_floor: the pair is no farther apart than its replicas are.
         notes: words for each of these that a reader needs.
     """
 
@@ -46,6 +48,8 @@ class Evidence:
     shapes_alone: bool = False
     declared: bool = False
     unexplained_flips: int = 0
+    floor: tuple[float, float] | None = None
+    within_floor: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -61,14 +65,16 @@ def decide(evidence: Evidence) -> Verdict:
     """The verdict on one pair of runs."""
     notes = evidence.notes
     if not evidence.replicas:
-        notes = ("the same path twice gave other bits: nothing finer than that floor is claimed", *notes)
+        notes = (f"the same path twice gave other bits{_sizes(evidence.floor)}: nothing finer is claimed", *notes)
     if evidence.nonfinite is not None:
         arm, layer, tensor, position = evidence.nonfinite
         where = (
             f"layer {layer}, {tensor}, position {position}" if tensor != "logits" else f"logits, position {position}"
         )
         return Verdict("overflow", (f"{arm}: NaN or infinity first in {where}", *notes))
-    if evidence.identical:
+    if evidence.within_floor:
+        return Verdict("rounding", ("no farther apart than the same path is from itself", *notes))
+    if evidence.identical and evidence.replicas:
         return Verdict("identical", ("logits and caches are the same to the bit", *notes))
     if evidence.vanishes is False:
         if evidence.declared:
@@ -87,6 +93,12 @@ def decide(evidence: Evidence) -> Verdict:
     if evidence.vanishes is None:
         return Verdict("rounding", ("nothing finer was run: that it is no more than rounding is not shown", *notes))
     return Verdict("rounding", ("shrinks with precision as rounding does", *notes))
+
+
+def _sizes(floor: tuple[float, float] | None) -> str:
+    if floor is None:
+        return ""
+    return f", up to {floor[0]:.3g} in a logit and {floor[1]:.3g} in relative L2 of a layer"
 
 
 def worst(names: Sequence[str]) -> str:
