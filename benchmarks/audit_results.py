@@ -1,7 +1,8 @@
 """The studies of ``docs/results/audit.md``: each a command of its own that goes on where it was stopped.
 
-What is kept of the very same command and revision is not run again. Two models at once, each with one thread, are twice
-as fast as one with two.
+What is kept of the very same command and revision is not run again, and parts of one model share a log: a pair of runs
+on a passage is made once. Models run side by side, each in a process of its own with one thread, which is twice as fast
+as one after the other with two.
 
 python -m benchmarks.audit_results FOLDER DATA [--models a,b] [--parts a,b] [--threads N]
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from benchmarks.parts import TEXTS, call, is_kept, keep, place
@@ -17,48 +20,57 @@ from kvferry.report.audit_page import write
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 
-_SHORT = ("--prefix", "64", "--suffix", "8")
-_FREE = ("--protocol", "free_run", "--new", "64")
-_STAGES = ("--protocol", "stage_replay", "--n", "24", "--new", "128", *_SHORT)
-_MANY = ("--n", "200", "--protocol", "fixed_prefix", *_SHORT)
+_SHORT = ("--prefix", "48", "--suffix", "4")
+_STAGES = ("--protocol", "stage_replay", "--new", "64", *_SHORT)
+_FREE = ("--protocol", "free_run", "--new", "64", "--longest", "64")
 
 PARTS = {
-    "prefix-bf16": ("--dtype", "bfloat16", *_MANY),
-    "prefix-fp32": ("--dtype", "float32", *_MANY),
-    "prefix-fp16": ("--dtype", "float16", *_MANY),
-    "cause": ("--dtype", "bfloat16", "--protocol", "precision_2x2,batch", "--n", "24", *_SHORT),
-    "stages": ("--dtype", "bfloat16", *_STAGES),
-    "stages-fp32": ("--dtype", "float32", *_STAGES),
-    "carrier": (
+    # The pair in float32, with the weights of bfloat16, has its float64 controls in common with the pair in bfloat16.
+    "fixed": ("--dtype", "bfloat16", "--protocol", "fixed_prefix,precision_2x2", "--n", "200", *_SHORT),
+    "fixed-fp16": ("--dtype", "float16", "--protocol", "fixed_prefix", "--n", "24", *_SHORT),
+    "fixed-fp64": ("--dtype", "float64", "--protocol", "fixed_prefix", "--n", "12", *_SHORT),
+    "batch": ("--dtype", "bfloat16", "--protocol", "batch", "--n", "12", *_SHORT),
+    "stages": ("--dtype", "bfloat16", *_STAGES, "--n", "16"),
+    "stages-fp32": ("--dtype", "float32", *_STAGES, "--n", "8"),
+    # Whole, keys and values wherever donor and recipient part; ranges of layers and tokens in fewer.
+    "transplant": (
+        *("--dtype", "bfloat16", "--protocol", "transplant", "--n", "64", "--parted", "24", "--ranges", "4"),
+        *("--new", "64", *_SHORT),
+    ),
+    "patch": (
+        *("--dtype", "bfloat16", "--protocol", "residual_patch", "--n", "8", "--layer-step", "5"),
+        *("--prefix", "64", "--suffix", "8"),
+    ),
+    "faults": ("--dtype", "bfloat16", "--protocol", "self_check", "--n", "5", *_SHORT),
+    # Faults of a sliding window show behind its 512 tokens alone.
+    "faults-window": (
         "--dtype",
         "bfloat16",
         "--protocol",
-        "transplant,residual_patch",
+        "self_check",
         "--n",
-        "12",
-        "--layer-step",
-        "5",
-        *_SHORT,
+        "2",
+        "--prefix",
+        "520",
+        "--suffix",
+        "4",
     ),
-    "faults": ("--dtype", "bfloat16", "--protocol", "self_check", "--n", "5", *_SHORT),
-    "free-bf16": ("--dtype", "bfloat16", *_FREE, "--n", "60"),
+    "free": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--explain", "1"),
     # Answers are asked of greedy runs; of drawn ones, when they part.
-    "free-bf16-drawn": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--samplers", "top_k,top_p", "--until-split"),
-    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60"),
-    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20"),
+    "free-drawn": (
+        *("--dtype", "bfloat16", *_FREE, "--n", "60", "--explain", "1"),
+        *("--samplers", "top_k,top_p", "--until-split"),
+    ),
+    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60", "--explain", "2", "--screen", "8"),
+    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20", "--explain", "2", "--screen", "8"),
 }
 """Name → what `kvferry audit` is asked."""
 
 INSTEAD = {
-    ("gemma3-270m", "prefix-fp16"): ("--dtype", "float16", "--protocol", "fixed_prefix", "--n", "20", *_SHORT),
-    ("gemma3-270m", "free-fp16"): None,
-    # Faults of a sliding window show behind its 512 tokens alone.
-    ("gemma3-270m", "faults"): (
-        *("--dtype", "bfloat16", "--protocol", "self_check", "--n", "2"),
-        *("--prefix", "520", "--suffix", "8"),
-    ),
+    ("smollm2-135m", "faults-window"): None,  # it has no sliding layers
+    ("gemma3-270m", "free-fp16"): None,  # every run overflows in the same layer
 }
-"""Where a model is asked otherwise: every run of Gemma-3-270M in float16 overflows in the same layer."""
+"""Where a model is asked otherwise, or not at all."""
 
 
 def main() -> None:
@@ -68,26 +80,48 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
+    models = given.models.split(",")
+    if len(models) > 1:
+        side_by_side(given, models)
+    else:
+        for part in given.parts.split(","):
+            run(part, models[0], given)
+    print(write(given.folder))
+
+
+def side_by_side(given: argparse.Namespace, models: list[str]) -> None:
+    """A process a model; a stop of this one stops them."""
+    same = [str(given.folder), str(given.data), "--parts", given.parts, "--threads", str(given.threads)]
+    command = [sys.executable, "-m", "benchmarks.audit_results", *same]
+    running = [subprocess.Popen([*command, "--models", model]) for model in models]
+    try:
+        statuses = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.terminate()
+    if any(statuses):
+        raise SystemExit(f"not all parts ran: {dict(zip(models, statuses, strict=True))}")
+
+
+def run(part: str, model: str, given: argparse.Namespace) -> None:
+    """One part of one model, unless it is kept."""
+    asked = INSTEAD.get((model, part), PARTS[part])
+    if asked is None:
+        return
     text = place("wikitext2-test.txt", (given.data / "wikitext2" / "test.txt").read_text(encoding="utf-8"))
     tasks = place("gsm8k-test.jsonl", (given.data / "gsm8k" / "test_a.jsonl").read_text(encoding="utf-8"))
-    for part in given.parts.split(","):
-        for model in given.models.split(","):
-            asked = INSTEAD.get((model, part), PARTS[part])
-            if asked is None:
-                continue
-            source = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
-            log = TEXTS.parent / f"audit-{model}.jsonl"  # parts share what they have in common
-            own = ("--log", str(log), "--threads", str(given.threads), "--json")
-            path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
-            if is_kept(path, command):
-                continue
-            found = call(*command, statuses=(0, 1))
-            if json.loads(found)["result"] is None:  # status 1 is also that of a fault that was found
-                raise SystemExit(f"{model}, {part}: {json.loads(found)['error']}")
-            keep(path, found)
-    print(write(given.folder))
+    source = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
+    log = TEXTS.parent / f"audit-{model}.jsonl"
+    own = ("--log", str(log), "--threads", str(given.threads), "--json")
+    path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
+    if is_kept(path, command):
+        return
+    found = call(*command, statuses=(0, 1))
+    if json.loads(found)["result"] is None:  # status 1 is also that of a fault that was found
+        raise SystemExit(f"{model}, {part}: {json.loads(found)['error']}")
+    keep(path, found)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,10 @@ def place(name: str, words: str) -> Path:
     """Put a text where commands read it."""
     path = TEXTS / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(words, encoding="utf-8")
+    if not path.exists() or path.read_text(encoding="utf-8") != words:  # another part may be reading it
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(words, encoding="utf-8")
+        draft.replace(path)
     return path
 
 

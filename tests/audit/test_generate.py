@@ -7,7 +7,14 @@ import torch
 from scipy import stats
 
 from kvferry.audit.arm import CACHE_OFF, CACHE_ON, Arm
-from kvferry.audit.generate import build_cache, first_split, generate
+from kvferry.audit.generate import (
+    Generated,
+    build_cache,
+    first_split,
+    generate,
+    generate_until_split,
+    recompute_screened,
+)
 from kvferry.audit.models import ModelSet
 from kvferry.audit.sample import SAMPLERS, Sampler
 from kvferry.errors import InvalidInput
@@ -93,3 +100,32 @@ def test_what_is_refused(models: ModelSet) -> None:
         generate(models, CACHE_ON, tiny.prompt(2, 8), 2)
     with pytest.raises(InvalidInput):
         Sampler(top_p=0.0)
+
+
+def test_both_end_with_their_split(models: ModelSet) -> None:
+    prompt = tiny.prompt(1, 12)
+    for sampler in (SAMPLERS["greedy"], SAMPLERS["temperature"]):
+        off, on = generate_until_split(models, (CACHE_OFF, CACHE_ON), prompt, 9, sampler, sequence=4)
+        for arm, run in ((CACHE_OFF, off), (CACHE_ON, on)):
+            whole = generate(models, arm, prompt, 9, sampler, sequence=4)
+            assert run.tokens == whole.tokens[: len(run.tokens)]
+            assert run.margins == whole.margins[: len(run.tokens)]
+        split = first_split(off.tokens, on.tokens)
+        assert split is None or split == len(on.tokens) - 1
+    with pytest.raises(InvalidInput):
+        generate_until_split(models, (CACHE_OFF, Arm(dtype="float32")), prompt, 2)
+
+
+def test_screened_recomputation_chooses_what_recomputation_does(models: ModelSet) -> None:
+    exact = ModelSet(models.get("float32"))
+    prompt = tiny.prompt(1, 12)
+    for of, least in ((models, 0), (exact, 6)):
+        on = generate(of, CACHE_ON, prompt, 8, keep_logits=True)
+        found = recompute_screened(of, CACHE_OFF, prompt, on, 8, 8.0)
+        assert found.tokens == generate(of, CACHE_OFF, prompt, 8).tokens
+        assert 8 - found.recomputed >= least
+    other = Generated([token + 1 for token in on.tokens], on.margins, on.logits)
+    found = recompute_screened(exact, CACHE_OFF, prompt, other, 8, 8.0)
+    assert (found.tokens, found.recomputed) == (generate(exact, CACHE_OFF, prompt, 8).tokens, 8)
+    with pytest.raises(InvalidInput):
+        recompute_screened(exact, CACHE_OFF, prompt, on, 8, 1.0)

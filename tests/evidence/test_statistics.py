@@ -53,6 +53,43 @@ def test_bootstrap_is_near_the_t_interval() -> None:
     assert standard_error(values.tolist()) == pytest.approx(stats.sem(values))
 
 
+def by_hand(values: list[float], clusters: list[object], resamples: int, seed: int) -> tuple[float, float]:
+    """The clustered bootstrap written out: draws, ratios of sums, order statistics, and scipy's quantiles."""
+    names = list(dict.fromkeys(clusters))
+    members = [[value for value, own in zip(values, clusters, strict=True) if own == name] for name in names]
+    n = len(names)
+    means = []
+    for draw in np.random.default_rng(seed).integers(0, n, size=(resamples, n)).tolist():
+        taken = [members[index] for index in draw]
+        means.append(sum(sum(one) for one in taken) / sum(len(one) for one in taken))
+    means.sort()
+    tail = stats.norm.cdf(math.sqrt(n / (n - 1)) * stats.t.ppf(0.025, n - 1))
+    found = []
+    for share in (tail, 1 - tail):
+        place = share * (resamples - 1)
+        below = math.floor(place)
+        found.append(means[below] + (place - below) * (means[min(below + 1, resamples - 1)] - means[below]))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7])
+def test_the_paired_bootstrap_is_an_independent_ones_to_the_last_digit(seed: int) -> None:
+    """Right and wrong answers of two arms, as free runs hold them against each other."""
+    generator = np.random.default_rng(100 + seed)
+    pairs = generator.random((60, 2)) < (0.4, 0.55)
+    differences = [float(on) - float(off) for off, on in pairs]
+    found = bootstrap_mean(differences, resamples=20_000, seed=seed)
+    assert found == by_hand(differences, list(range(60)), 20_000, seed)
+
+
+def test_the_clustered_bootstrap_is_an_independent_ones() -> None:
+    generator = np.random.default_rng(5)
+    values = generator.normal(1, 2, 70).tolist()
+    clusters: list[object] = [int(number) for number in generator.integers(0, 12, 70)]
+    found = bootstrap_mean(values, clusters, resamples=5_000, seed=3)
+    assert found == pytest.approx(by_hand(values, clusters, 5_000, 3), rel=1e-9)
+
+
 def test_bootstrap_covers_what_it_should() -> None:
     """Few windows are the usual case: plain percentiles cover 0.86 of the time there."""
     generator = np.random.default_rng(7)

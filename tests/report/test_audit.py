@@ -48,7 +48,7 @@ def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -
     text = page(read(tmp_path))
     assert "bf16 83 % (77.2 to 87.6)" in text
     assert "gives the donor's logits to the bit in 4 of 4" in text
-    assert "Of 8 clean pairs of runs that did not overflow, 0 were called semantic [0.00%, 32.44%]." in text
+    assert "Of 8 clean pairs of runs that did not overflow, 0 were called semantic [0.00%, 32.44%]" in text
     assert "rounding alone predicts 65,536" in text
     assert "kvferry audit tiny" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]

@@ -225,14 +225,14 @@ def _oracle_measures(records: Sequence[Record], mean: Callable[[Any, Sequence[in
 def pair_detail(records: Sequence[Record]) -> Json:
     """Layer profiles (medians over sequences), the first heat map, margins at flips, tails by depth."""
     detail: Json = {"heat": records[0]["heat"], "heat_tokens": records[0]["tokens"], "start": records[0]["start"]}
-    for name in ("drift", "drift_median"):
+    for name in ("drift", "drift_median", "drift_median_prefix", "drift_median_suffix"):
         detail[name] = {
             tensor: np.median(
                 np.array([[np.nan if v is None else v for v in record[name][tensor]] for record in records]), axis=0
             ).tolist()
             for tensor in TENSORS
         }
-    residual = np.array(detail["drift_median"]["residual"])
+    residual = np.array(detail["drift_median_suffix"]["residual"])
     onset = np.flatnonzero(np.array(detail["drift"]["residual"]) > 0)
     detail["onset_layer"] = int(onset[0]) if onset.size else None
     if onset.size > 1 and (residual[onset] > 0).all():

@@ -140,7 +140,12 @@ def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
         reasons=tuple(reasons),
         verdicts=dict(Counter(one["verdict"] for one in explained)),
         replicas=sum(one["replicas"] for one in explained),
-        detail={"sampler": seeded.to_json(), "survival": curve, "splits": _splits(records)},
+        detail={
+            "sampler": seeded.to_json(),
+            "new_tokens": study.settings.new_tokens,
+            "survival": curve,
+            "splits": _splits(records),
+        },
     )
 
 

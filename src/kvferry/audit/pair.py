@@ -64,6 +64,9 @@ def compare(runs: Runs, reference: Arm, other: Arm, controls: Controls | None = 
             "values": number(cache_distance(first.built, second.built, ("values",))),
         },
         "drift_median": {name: numbers(_medians(between, name)) for name in TENSORS},
+        # A step of the suffix is where two caches show; a long prefix, or one that both share, would drown it.
+        "drift_median_prefix": {name: numbers(_medians(between, name, 0, first.start)) for name in TENSORS},
+        "drift_median_suffix": {name: numbers(_medians(between, name, first.start)) for name in TENSORS},
         "heat": {name: _binned(between.maps[name]) for name in TENSORS},
     }
     floor = None
@@ -217,8 +220,8 @@ def _largest(found: Drift) -> float:
     return float(found.by_layer("residual").max())
 
 
-def _medians(found: Drift, tensor: str) -> Float[np.ndarray, " layers"]:
-    values = found.maps[tensor]
+def _medians(found: Drift, tensor: str, begin: int = 0, end: int | None = None) -> Float[np.ndarray, " layers"]:
+    values = found.maps[tensor][:, begin:end]
     medians = [float(np.median(row[~np.isnan(row)])) if (~np.isnan(row)).any() else 0.0 for row in values]
     return np.array(medians)
 

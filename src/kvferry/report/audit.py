@@ -6,6 +6,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvferry.errors import InvalidInput
@@ -32,18 +33,27 @@ def write(findings: Sequence[Row], folder: str, *, title: str = "") -> list[str]
     target = writable_folder(folder)
     written = []
     for index, finding in enumerate(findings):
-        for name, (needs, draw) in FIGURES.items():
-            if not all(key in finding["detail"] for key in needs):
-                continue
-            figure = draw(finding)
-            figure.suptitle(f"{title} {finding['protocol']}: {_arms(finding)}", fontsize=9)
+        for name in FIGURES:
             path = target / f"{index:02d}-{finding['protocol']}-{name}.svg"
-            out = io.StringIO()
-            figure.savefig(out, format="svg", metadata={"Date": None})
-            _pyplot().close(figure)
-            write_text(path, out.getvalue())
-            written.append(str(path))
+            if draw(finding, name, path, title=title):
+                written.append(str(path))
     return written
+
+
+def draw(finding: Row, name: str, path: Path, *, title: str = "") -> bool:
+    """Draw one figure of a finding into an SVG file, the same bytes each time; ``False``: it has no data for it."""
+    needs, function = FIGURES[name]
+    if not all(key in finding["detail"] for key in needs):
+        return False
+    pyplot = _pyplot()
+    with pyplot.rc_context({"svg.hashsalt": "kvferry", "svg.fonttype": "none"}):
+        figure = function(finding)
+        figure.suptitle(f"{title} {finding['protocol']}: {_arms(finding)}", fontsize=9)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+        pyplot.close(figure)
+    write_text(path, out.getvalue())
+    return True
 
 
 def heat(finding: Row) -> Any:
