@@ -20,28 +20,17 @@ from kvferry.report.audit_page import write
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 
-_SHORT = ("--prefix", "48", "--suffix", "4")
-_STAGES = ("--protocol", "stage_replay", "--new", "64", *_SHORT)
-_FREE = ("--protocol", "free_run", "--new", "64", "--longest", "64")
+_SHORT = ("--prefix", "32", "--suffix", "4")
+_LONGER = ("--prefix", "48", "--suffix", "4")
+_STAGES = ("--protocol", "stage_replay", "--new", "64", *_LONGER)
+_FREE = ("--protocol", "free_run", "--new", "64", "--longest", "48")
 
 PARTS = {
     # The pair in float32, with the weights of bfloat16, has its float64 controls in common with the pair in bfloat16.
     "fixed": ("--dtype", "bfloat16", "--protocol", "fixed_prefix,precision_2x2", "--n", "200", *_SHORT),
-    "fixed-fp16": ("--dtype", "float16", "--protocol", "fixed_prefix", "--n", "24", *_SHORT),
-    "fixed-fp64": ("--dtype", "float64", "--protocol", "fixed_prefix", "--n", "12", *_SHORT),
-    "batch": ("--dtype", "bfloat16", "--protocol", "batch", "--n", "12", *_SHORT),
-    "stages": ("--dtype", "bfloat16", *_STAGES, "--n", "16"),
-    "stages-fp32": ("--dtype", "float32", *_STAGES, "--n", "8"),
-    # Whole, keys and values wherever donor and recipient part; ranges of layers and tokens in fewer.
-    "transplant": (
-        *("--dtype", "bfloat16", "--protocol", "transplant", "--n", "64", "--parted", "24", "--ranges", "4"),
-        *("--new", "64", *_SHORT),
-    ),
-    "patch": (
-        *("--dtype", "bfloat16", "--protocol", "residual_patch", "--n", "8", "--layer-step", "5"),
-        *("--prefix", "64", "--suffix", "8"),
-    ),
-    "faults": ("--dtype", "bfloat16", "--protocol", "self_check", "--n", "5", *_SHORT),
+    "fixed-fp16": ("--dtype", "float16", "--protocol", "fixed_prefix", "--n", "12", *_SHORT),
+    "fixed-fp64": ("--dtype", "float64", "--protocol", "fixed_prefix", "--n", "8", *_SHORT),
+    "faults": ("--dtype", "bfloat16", "--protocol", "self_check", "--n", "5", *_LONGER),
     # Faults of a sliding window show behind its 512 tokens alone.
     "faults-window": (
         "--dtype",
@@ -49,7 +38,7 @@ PARTS = {
         "--protocol",
         "self_check",
         "--n",
-        "2",
+        "1",
         "--prefix",
         "520",
         "--suffix",
@@ -61,10 +50,23 @@ PARTS = {
         *("--dtype", "bfloat16", *_FREE, "--n", "60", "--explain", "1"),
         *("--samplers", "top_k,top_p", "--until-split"),
     ),
-    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60", "--explain", "2", "--screen", "8"),
-    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20", "--explain", "2", "--screen", "8"),
+    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60", "--explain", "1", "--screen", "8"),
+    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20", "--explain", "1", "--screen", "8"),
+    # Whole, keys and values wherever donor and recipient part; ranges of layers and tokens in fewer. Either direction
+    # counts, so twelve that part are twenty-four transplants.
+    "transplant": (
+        *("--dtype", "bfloat16", "--protocol", "transplant", "--n", "48", "--parted", "12", "--ranges", "4"),
+        *("--explain", "1", "--new", "64", *_LONGER),
+    ),
+    "stages": ("--dtype", "bfloat16", *_STAGES, "--n", "12"),
+    "stages-fp32": ("--dtype", "float32", *_STAGES, "--n", "6"),
+    "patch": (
+        *("--dtype", "bfloat16", "--protocol", "residual_patch", "--n", "6", "--layer-step", "5"),
+        *("--explain", "1", "--prefix", "48", "--suffix", "8"),
+    ),
+    "batch": ("--dtype", "bfloat16", "--protocol", "batch", "--n", "8", *_SHORT),
 }
-"""Name → what `kvferry audit` is asked."""
+"""Name → what `kvferry audit` is asked; the sizes are what about 90 minutes allow a model on one thread."""
 
 INSTEAD = {
     ("smollm2-135m", "faults-window"): None,  # it has no sliding layers
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-page", action="store_true")
     given = parser.parse_args()
     models = given.models.split(",")
     if len(models) > 1:
@@ -88,13 +91,14 @@ def main() -> None:
     else:
         for part in given.parts.split(","):
             run(part, models[0], given)
-    print(write(given.folder))
+    if not given.no_page:
+        print(write(given.folder))
 
 
 def side_by_side(given: argparse.Namespace, models: list[str]) -> None:
     """A process a model; a stop of this one stops them."""
     same = [str(given.folder), str(given.data), "--parts", given.parts, "--threads", str(given.threads)]
-    command = [sys.executable, "-m", "benchmarks.audit_results", *same]
+    command = [sys.executable, "-m", "benchmarks.audit_results", *same, "--no-page"]
     running = [subprocess.Popen([*command, "--models", model]) for model in models]
     try:
         statuses = [process.wait() for process in running]

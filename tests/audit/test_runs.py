@@ -11,7 +11,10 @@ from kvferry.audit import runs as room
 from kvferry.audit.arm import CACHE_OFF, CACHE_ON, Arm
 from kvferry.audit.models import ModelSet
 from kvferry.audit.pair import compare
+from kvferry.audit.run import run_arm
 from kvferry.audit.runs import Runs
+from kvferry.audit.trace import held_by, same_bits
+from kvferry.hf.capture import capture
 from tests.hf import tiny
 
 
@@ -52,3 +55,19 @@ def test_what_does_not_fit_runs_again(ran: list[str], monkeypatch: pytest.Monkey
     runs.trace(CACHE_OFF)
     assert runs.trace(CACHE_ON).same_bits(first)
     assert len(ran) == 3
+
+
+@pytest.mark.parametrize("make", [tiny.llama, tiny.gemma3])
+def test_no_logits_are_computed_while_a_cache_is_built(make: Any) -> None:
+    """The head makes most of a small model's step; the caches are what they are with it."""
+    model = make(dtype=torch.bfloat16)
+    rows: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda _module, args, _output: rows.append(args[0].shape[1]))
+    trace = run_arm(ModelSet(model), Arm("incremental"), tiny.prompt(1, 24), 16)
+    handle.remove()
+    assert rows == [0] * 15 + [1] * 9
+    whole = held_by(capture(model, tiny.prompt(1, 24)[:, :16], construction="incremental"))
+    assert same_bits(trace.built, whole)
+    longer = held_by(capture(model, tiny.prompt(1, 24), construction="incremental"))
+    assert same_bits(trace.final, longer)
+    assert not same_bits(trace.final, trace.built)

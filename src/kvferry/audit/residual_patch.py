@@ -120,7 +120,7 @@ def _caches(run: Run, start: int, places: list[int]) -> dict[int, Snapshot]:
     for place in range(start, places[-1] + 1):
         if place in places:
             found[place] = run.snapshot_of(cache, place).clone()
-        run.forward(cache, place, place + 1, keep=1)
+        run.forward(cache, place, place + 1, keep=0)
     return found
 
 

@@ -104,16 +104,20 @@ class Run:
         shift = 0 if self.arm.change is None else self.arm.change.position_shift
         for begin, end in self.arm.spans(start):
             # Padding goes in with the first tokens, as a batch of prompts of unequal lengths does.
-            self.forward(cache, 0 if begin == 0 else begin + self.padding, end + self.padding, keep=1, shift=shift)
+            keep = 1 if end == start else 0
+            self.forward(cache, 0 if begin == 0 else begin + self.padding, end + self.padding, keep=keep, shift=shift)
             self._take(begin, end)
         return cache
 
     def forward(self, cache: Cache, begin: int, end: int, *, keep: int, shift: int = 0) -> Tensor:
-        """One forward pass over columns ``begin … end - 1``; logits of the last ``keep`` of them."""
+        """One forward pass over columns ``begin … end - 1``; logits of the last ``keep`` of them.
+
+        With none to keep the output head is left out, where the model can: in small models it is most of a step.
+        """
         model, device = self.model, self.model.device
         named: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
         if "logits_to_keep" in forward_parameters(model):
-            named["logits_to_keep"] = keep
+            named["logits_to_keep"] = keep or torch.empty(0, dtype=torch.int64, device=device)
         unmasked = self.arm.change is not None and self.arm.change.unmasked
         mask = None if unmasked or bool(self.mask.all()) else self.mask[:, :end].to(device, torch.int64)
         # Around the model alone: codecs and transplants have float32 of their own to do.
@@ -125,8 +129,9 @@ class Run:
                 position_ids=(self.positions[:, begin:end] + shift).to(device),
                 **named,
             )
-        logits: Tensor = output.logits[:, -keep:]
-        self.last = logits[:, -1:]
+        logits: Tensor = output.logits[:, output.logits.shape[1] - keep :]
+        if keep:
+            self.last = logits[:, -1:]
         return logits
 
     def append(self, token: int) -> None:
@@ -161,7 +166,7 @@ class Run:
     def _recomputed(self, start: int) -> Snapshot:
         """The cache that recomputation of the prefix gives, to hold others against: sliding layers forget it later."""
         cache = empty_cache(self.model)
-        self.forward(cache, 0, start + self.padding, keep=1)
+        self.forward(cache, 0, start + self.padding, keep=0)
         return self.snapshot_of(cache, start)
 
     def _take(self, begin: int, end: int) -> None:

@@ -74,15 +74,18 @@ def _papers(found: Sequence[tuple[str, Row]]) -> str:
     lines = []
     for title, cx, lorup, protocol, measure, wanted in PAPERS:
         shown = [
-            f"{name} ({arm['dtype']}): {_measure(one['measures'][measure])}"
+            f"{name} ({_told(one)}): {_measure(one['measures'][measure])}"
             for name, one in found
-            if one["protocol"] in protocol.split("|")
-            and measure in one["measures"]
-            and (arm := one["arms"][-1])
-            and wanted(one)
+            if one["protocol"] in protocol.split("|") and measure in one["measures"] and wanted(one)
         ]
         lines.append((title, cx, lorup, "<br>".join(shown) or "not run"))
     return _table(("what", "Illusion of Equivalence", "Stage-Replay Divergence", "here"), lines)
+
+
+def _told(finding: Row) -> str:
+    """What tells a finding from others of its run: dtype, and construction or direction."""
+    more = finding["arms"][-1]["construction"] if finding["protocol"] == "stage_replay" else ""
+    return ", ".join(filter(None, (finding["arms"][-1]["dtype"], more, finding["detail"].get("direction"))))
 
 
 def _any(_finding: Row) -> bool:
