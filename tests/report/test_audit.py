@@ -12,7 +12,8 @@ import torch
 import kvferry as kv
 from kvferry.audit.settings import Settings
 from kvferry.errors import InvalidInput
-from kvferry.report.audit_page import page, read
+from kvferry.report.audit_page import page, read, write
+from kvferry.report.audit_said import sentences
 from tests.hf import tiny
 
 ENVIRONMENT = {
@@ -24,6 +25,9 @@ ENVIRONMENT = {
     "threads": 1,
     "seed": 0,
 }
+
+
+SERIES = ("free", "stages", "transplant", "patch")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +57,40 @@ def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -
     assert "kvferry audit tiny" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)
+
+
+def test_figures_lie_beside_the_page_and_are_the_same_each_time(results: dict[str, Any], tmp_path: Path) -> None:
+    for name, content in results.items():
+        longer = content | {"environment": ENVIRONMENT | {"arguments": ["audit", "tiny", "--longest", "48"]}}
+        (tmp_path / f"audit-{name}.json").write_text(json.dumps(longer))
+    text = write(tmp_path).read_text()
+    drawn = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    assert set(drawn) == {f"audit-tiny-{name}.svg" for name in ("drift", "margins", "oracle", *SERIES)}
+    assert all(f"]({name})" in text for name in drawn)
+    assert max(map(len, drawn.values())) < 100_000
+    assert "at most 48 tokens" in text
+    write(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")} == drawn
+
+
+def test_what_is_said_follows_from_the_numbers() -> None:
+    def free(hits: int, dtype: str) -> tuple[str, dict[str, Any]]:
+        rate = {"value": hits / 20, "n": 20, "ci": [0.0, 0.16], "unit": "prompts"}
+        detail = {"sampler": {"name": "greedy"}, "survival": {"times": [3]}, "new_tokens": 64}
+        return "m", {
+            "protocol": "free_run",
+            "arms": [{"dtype": dtype}] * 2,
+            "measures": {"prompts_diverging": rate},
+            "detail": detail,
+            "verdicts": {},
+            "replicas": None,
+        }
+
+    assert "0 of 20 (at most 16.0%)" in sentences([free(0, "float32")])[0]
+    assert "none, as in" in sentences([free(0, "float32")])[0]
+    assert "where that paper has none" in sentences([free(2, "float32")])[0]
+    assert sentences([free(20, "bfloat16")])[0].endswith("holds.")
+    assert "does not hold" in sentences([free(19, "bfloat16")])[0]
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

@@ -124,8 +124,12 @@ def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
             explained.append(study.pair(reference, other, _up_to_split(passage, record)))
         study.step(f"free_run: {sampler.name}")
     measures, curve = free_measures(study, records)
-    verdict = worst([one["verdict"] for one in explained]) if explained else "identical"
-    layer, tensor, reasons = None, None, ["no run parted"]
+    parted = any(record["split"] is not None for record in records)
+    verdict = worst([one["verdict"] for one in explained]) if explained else "rounding" if parted else "identical"
+    layer, tensor = None, None
+    reasons = [
+        "none that parted was explained: that it is no more than rounding is not shown" if parted else "none parted"
+    ]
     if explained:
         layer, tensor, shown = place_of(explained, verdict)
         reasons = list(shown["reasons"])

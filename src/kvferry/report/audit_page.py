@@ -60,6 +60,7 @@ def page(results: Mapping[str, Row], figures: Sequence[str] = ()) -> str:
         ),
         "\n## Free runs\n",
         _free(found),
+        *_prompts(results),
         "\n## Nearer to float64\n",
         _oracle(found),
         "\n## Transplants and patches\n",
@@ -212,6 +213,15 @@ def _free(found: Sequence[tuple[str, Row]]) -> str:
         if one["protocol"] == "free_run"
     ]
     return _table(("run", "dtype", "sampler", *(title for _, title in FREE)), lines)
+
+
+def _prompts(results: Mapping[str, Row]) -> list[str]:
+    """Which prompts free runs took, where not simply the first ones."""
+    asked = [content["environment"]["arguments"] for content in results.values()]
+    longest = {words[words.index("--longest") + 1] for words in asked if "--longest" in words}
+    return (
+        [f"\nPrompts: the first of the file that have at most {', '.join(sorted(longest))} tokens."] if longest else []
+    )
 
 
 def _counted(hits: int, n: int) -> str:

@@ -289,7 +289,14 @@ def _caught(found: Found) -> list[str]:
 
 
 def _replicas(found: Found) -> list[str]:
-    told = [one for _, one in found if one["replicas"] is not None and one["verdicts"] and once(one)]
+    told = [
+        one
+        for _, one in found
+        if one["replicas"] is not None
+        and one["verdicts"]
+        and once(one)
+        and one["detail"].get("direction") not in ("recipient_to_donor", "on_into_off")  # the same runs, the other way
+    ]
     if not told:
         return []
     n = sum(one["n"] if one["protocol"] == "transplant" else sum(one["verdicts"].values()) for one in told)
