@@ -1,6 +1,6 @@
 """The studies of ``docs/results/audit.md``: each a command of its own that goes on where it was stopped.
 
-What is kept of the very same command and revision is not run again, and parts of one model share a log: a pair of runs
+What is kept of the very same command and code is not run again, and parts of one model share a log: a pair of runs
 on a passage is made once. Models run side by side, each in a process of its own with one thread, which is twice as fast
 as one after the other with two.
 
@@ -17,6 +17,9 @@ from pathlib import Path
 
 from benchmarks.parts import TEXTS, call, is_kept, keep, place
 from kvferry.report.audit_page import write
+
+CODE = tuple(f"src/kvferry/{room}" for room in ("audit", "evidence", "hf", "ship/quantize", "snapshot"))
+"""What a record of an audit hangs on."""
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 
@@ -120,7 +123,7 @@ def run(part: str, model: str, given: argparse.Namespace) -> None:
     log = TEXTS.parent / f"audit-{model}.jsonl"
     own = ("--log", str(log), "--threads", str(given.threads), "--json")
     path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
-    if is_kept(path, command):
+    if is_kept(path, command, CODE):
         return
     found = call(*command, statuses=(0, 1))
     if json.loads(found)["result"] is None:  # status 1 is also that of a fault that was found

@@ -17,6 +17,9 @@ from benchmarks.map_studies import gate_rates, turns
 from benchmarks.parts import call, is_kept, keep, place
 from kvferry.report.map_page import write_map_page
 
+CODE = tuple(f"src/kvferry/{room}" for room in ("evaluate", "evidence", "hf", "map", "snapshot"))
+"""What a mapper and its figures hang on."""
+
 CHILD = Path("build/pairs/child")
 MAPPERS = Path("build/mappers")
 """By paths that mean the same on every machine."""
@@ -137,7 +140,7 @@ class Study:
         """Run a command and keep what it says, unless it is kept already."""
         path = self.given.folder / f"map-{name}.json"
         asked = [*arguments, *self.threads, "--json"]
-        if is_kept(path, asked):
+        if is_kept(path, asked, CODE):
             print(f"{path} is there", flush=True)
         else:
             keep(path, call(*asked))

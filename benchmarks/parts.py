@@ -9,8 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvferry.cli.environment import git_revision
-
+ROOT = Path(__file__).resolve().parents[1]
 TEXTS = Path("build/texts")
 """What commands read, by a path that means the same on every machine."""
 
@@ -41,12 +40,26 @@ def call(*arguments: str, statuses: Sequence[int] = (0,)) -> str:
     return done.stdout
 
 
-def is_kept(path: Path, arguments: Sequence[str]) -> bool:
-    """Whether a result of the very same command and revision lies there."""
+def is_kept(path: Path, arguments: Sequence[str], code: Sequence[str]) -> bool:
+    """Whether a result of the very same command lies there, and nothing under ``code`` differs from its revision.
+
+    Args:
+        path: of the result.
+        arguments: of the command.
+        code: what the result hangs on, by paths from the checkout's root.
+    """
     if not path.exists():
         return False
     made = json.loads(path.read_text(encoding="utf-8"))["environment"]
-    return made["arguments"] == list(arguments) and made["git_revision"] == git_revision() is not None
+    return made["arguments"] == list(arguments) and unchanged_since(made["git_revision"], code)
+
+
+def unchanged_since(revision: str | None, paths: Sequence[str]) -> bool:
+    """Whether the files of this checkout are those of a revision; never for one that is unknown, or was not clean."""
+    if revision is None or not revision.isalnum():
+        return False
+    command = ["git", "diff", "--quiet", revision, "--", *paths]
+    return subprocess.run(command, check=False, cwd=ROOT, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def keep(path: Path, found: str) -> None:

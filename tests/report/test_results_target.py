@@ -55,15 +55,41 @@ def test_a_part_replaces_the_old_one_only_when_it_is_whole(tmp_path: Path, monke
     assert path.read_text() == '{"result": 1}'
 
 
-def test_what_the_same_command_and_revision_kept_is_not_measured_again(
+def test_what_the_same_command_and_code_made_is_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    root = tmp_path / "checkout"
+    (root / "src").mkdir(parents=True)
+
+    def git(*arguments: str) -> str:
+        named = ("-c", "user.name=n", "-c", "user.email=e", "-c", "commit.gpgsign=false")
+        return subprocess.run(
+            ["git", *named, *arguments], cwd=root, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(file: str, words: str) -> str:
+        (root / file).write_text(words)
+        git("add", ".")
+        git("commit", "-q", "-m", words)
+        return git("rev-parse", "HEAD")
+
+    def made(revision: str | None) -> bool:
+        path.write_text(json.dumps({"environment": {"arguments": asked, "git_revision": revision}}))
+        return parts.is_kept(path, asked, ["src"])
+
+    git("init", "-q")
+    monkeypatch.setattr(parts, "ROOT", root)
     path, asked = tmp_path / "map-up-fit.json", ["map", "fit", "--json"]
-    assert not parts.is_kept(path, asked)
-    path.write_text(json.dumps({"environment": {"arguments": asked, "git_revision": "abc"}}))
-    for revision, arguments, kept in (("abc", asked, True), ("abd", asked, False), ("abc", [*asked, "-v"], False)):
-        monkeypatch.setattr(parts, "git_revision", lambda revision=revision: revision)
-        assert parts.is_kept(path, arguments) is kept
-    path.write_text(json.dumps({"environment": {"arguments": asked, "git_revision": None}}))
-    monkeypatch.setattr(parts, "git_revision", lambda: None)
-    assert not parts.is_kept(path, asked), "a revision that nobody knows is never the same"
+    first = commit("src/code", "one")
+    assert not parts.is_kept(path, asked, ["src"])
+    assert made(first)
+    assert not parts.is_kept(path, [*asked, "-v"], ["src"])
+    second = commit("results", "of one")
+    assert made(first)
+    assert made(second)
+    (root / "src/code").write_text("two")
+    assert not made(second), "the checkout's own files count"
+    commit("src/code", "two")
+    assert not made(second)
+    for unknown in (None, f"{second}+", "abc", "--"):
+        assert not made(unknown)
