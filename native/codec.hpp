@@ -38,7 +38,14 @@ struct Section {
   uint8_t* codes;
 };
 
-// One CPU level. Both functions handle the tokens of rank [first, last) within the tier, of one head; for `chan`
+// What the tokens of one part of a cache may take: the error of each tier and token, and the cost of each tier.
+struct Menu {
+  const float* error;  // (tiers, tokens)
+  const float* cost;   // infinite where a tier is not allowed
+  int64_t tiers, tokens;
+};
+
+// One CPU level. Encode and decode handle the tokens of rank [first, last) within the tier, of one head; for `chan`
 // first is a multiple of the block and last is one too or equals count, so that calls are independent of each other.
 struct Kernels {
   const char* name;
@@ -46,6 +53,12 @@ struct Kernels {
   void (*encode)(const Rows&, const Section&, int64_t head, int64_t first, int64_t last, uint8_t* scratch);
   void (*decode)(const Rows&, const Section&, int64_t head, int64_t first, int64_t last, uint8_t* scratch, bool stream);
   void (*means)(const Rows&, const Section&, int64_t head, uint8_t* scratch);  // cen: before any token of it is encoded
+  // For what chooses among quantisers (kernels_choice.hpp).
+  void (*squares)(const Rows& x, const int32_t* index, int64_t count, const uint8_t* decoded, const float* weights,
+                  float* sums, bool add);
+  bool (*finite)(const uint8_t* data, int64_t count, int64_t stride, int item_bytes, uint64_t infinity);
+  void (*choose)(const Menu&, uint8_t* tiers, double* error);
+  void (*count)(const uint8_t* tiers, const uint8_t* sent, int64_t tokens, int64_t most_tiers, int64_t* counts);
 };
 
 // Defined by every build; nullptr where the compiler or the architecture lacks the level.

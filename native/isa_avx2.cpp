@@ -342,7 +342,7 @@ struct V {
 
 #include "kernels.hpp"
 
-const Kernels kTable = {"avx2", scratch_bytes, encode, decode, means};
+const Kernels kTable = {"avx2", scratch_bytes, encode, decode, means, squares, finite, choose_tiers, count_tiers};
 }  // namespace
 
 namespace kvferry {

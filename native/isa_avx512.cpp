@@ -233,11 +233,13 @@ struct V {
     }
   }
 
-  template <Dtype D, bool SAFE>
+  template <Dtype D, bool SAFE, bool STREAM = false>
   static void put(uint8_t* p, const Floats& f) {
     __m512i out[4];
     narrow<D, SAFE>(f, out);
-    for (int k = 0; k < kItem<D>; ++k) _mm512_storeu_si512(p + 64 * k, out[k]);
+    for (int k = 0; k < kItem<D>; ++k)
+      STREAM ? _mm512_stream_si512(reinterpret_cast<__m512i*>(p + 64 * k), out[k])
+             : _mm512_storeu_si512(p + 64 * k, out[k]);
   }
 
   template <Dtype D>
@@ -259,7 +261,7 @@ struct V {
 
 #define KVFERRY_TEXT(x) #x
 #define KVFERRY_NAME(x) KVFERRY_TEXT(x)
-const Kernels kTable = {KVFERRY_NAME(KVFERRY_LEVEL), scratch_bytes, encode, decode, means};
+const Kernels kTable = {KVFERRY_NAME(KVFERRY_LEVEL), scratch_bytes, encode, decode, means, squares, finite, choose_tiers, count_tiers};
 }  // namespace
 
 namespace kvferry {

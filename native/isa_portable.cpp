@@ -337,9 +337,9 @@ struct V::Lanes<Dtype::fp16> : V::Lanes<Dtype::bf16> {};
 #include "kernels.hpp"
 
 #if defined(__aarch64__)
-const Kernels kTable = {"neon", scratch_bytes, encode, decode, means};
+const Kernels kTable = {"neon", scratch_bytes, encode, decode, means, squares, finite, choose_tiers, count_tiers};
 #else
-const Kernels kTable = {"portable", scratch_bytes, encode, decode, means};
+const Kernels kTable = {"portable", scratch_bytes, encode, decode, means, squares, finite, choose_tiers, count_tiers};
 #endif
 }  // namespace
 

@@ -391,3 +391,4 @@ KVFERRY_APART void encode_channels(const Rows& x, const Section& t, int64_t head
 
 #include "kernels_rotated.hpp"
 #include "kernels_decode.hpp"
+#include "kernels_choice.hpp"

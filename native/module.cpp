@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "choice.hpp"
 #include "codec.hpp"
 #include "entropy.hpp"
 
@@ -100,6 +101,22 @@ void copy_index(const void* source, int64_t count, int64_t tokens, std::vector<i
   }
 }
 
+// The copy, or nullptr where there is no index and the tier holds all tokens.
+const int32_t* check_index(uintptr_t index, int item, int64_t count, int64_t tokens, std::vector<int32_t>& copy) {
+  if (index == 0) {
+    if (count != tokens) throw std::invalid_argument("a tier without an index holds all tokens");
+    return nullptr;
+  }
+  const void* from = reinterpret_cast<const void*>(index);
+  if (item == 8)
+    copy_index<int64_t>(from, count, tokens, copy);
+  else if (item == 4)
+    copy_index<int32_t>(from, count, tokens, copy);
+  else
+    throw std::invalid_argument("indices must be int32 or int64");
+  return copy.data();
+}
+
 void work(bool encode, uintptr_t data, const Triple& shape, const Triple& strides, int dtype,
           const std::vector<Tier>& tiers, int threads) {
   const nb::gil_scoped_release released;
@@ -109,24 +126,40 @@ void work(bool encode, uintptr_t data, const Triple& shape, const Triple& stride
   for (size_t k = 0; k < tiers.size(); ++k) {
     const auto& [family, bits, group, index, index_item, count, bytes_at, bytes] = tiers[k];
     Section section = check_spec(family, bits, group, count);
-    if (index != 0) {
-      const void* from = reinterpret_cast<const void*>(index);
-      if (index_item == 8)
-        copy_index<int64_t>(from, count, rows.tokens, indices[k]);
-      else if (index_item == 4)
-        copy_index<int32_t>(from, count, rows.tokens, indices[k]);
-      else
-        throw std::invalid_argument("indices must be int32 or int64");
-      section.index = indices[k].data();
-    } else if (count != rows.tokens) {
-      throw std::invalid_argument("a tier without an index holds all tokens");
-    }
+    section.index = check_index(index, index_item, count, rows.tokens, indices[k]);
     if (!lay_out(section, rows, reinterpret_cast<uint8_t*>(bytes_at)) || section.total_bytes != bytes)
       throw std::invalid_argument("the buffer holds " + std::to_string(bytes) + " bytes where the section takes " +
                                   std::to_string(section.total_bytes));
     if (count > 0 && rows.heads > 0) sections.push_back(section);
   }
   if (!sections.empty()) run(active(), encode, rows, sections.data(), int(sections.size()), threads);
+}
+
+// The tier is as for `work`, without its data; weights (heads, dim) and sums (count) are fp32, side by side.
+void measure_tier(uintptr_t data, const Triple& shape, const Triple& strides, int dtype, const Tier& tier,
+                  uintptr_t weights, uintptr_t sums, int threads) {
+  const nb::gil_scoped_release released;
+  const Rows rows = check_rows(data, shape, strides, dtype);
+  const auto& [family, bits, group, index, index_item, count, unused_data, unused_bytes] = tier;
+  (void)unused_data, (void)unused_bytes;
+  Section section = check_spec(family, bits, group, count);
+  std::vector<int32_t> copy;
+  section.index = check_index(index, index_item, count, rows.tokens, copy);
+  if (!lay_out(section, rows, nullptr)) throw std::invalid_argument("the section is too large");
+  measure(active(), rows, section, reinterpret_cast<const float*>(weights), reinterpret_cast<float*>(sums), threads);
+}
+
+using Four = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+bool all_below(uintptr_t data, const Four& sizes, const Four& strides, int item, uint64_t infinity, int threads) {
+  const nb::gil_scoped_release released;
+  const auto [a, b, c, d] = sizes;
+  const auto [e, f, g, h] = strides;
+  if (item != 2 && item != 4 && item != 8) throw std::invalid_argument("elements have 2, 4 or 8 bytes");
+  if (a < 0 || b < 0 || c < 0 || d < 0 || e < 0 || f < 0 || g < 0 || h < 0)
+    throw std::invalid_argument("negative size or stride");
+  return all_finite(active(), {reinterpret_cast<const uint8_t*>(data), {a, b, c, d}, {e, f, g, h}, item}, infinity,
+                    threads);
 }
 
 template <class T, class... Shape>
@@ -177,6 +210,32 @@ double quantize_entropy(const Frequencies& freq, const Reach& reach, const Array
                           row_bin.data(), column_bin.data(), step.data(), threshold, wanted ? codes.data() : nullptr);
 }
 
+template <class T, int N>
+using Whole = Array<T, nb::ndim<N>>;
+
+void choose_tiers(const Whole<const float, 4>& error, const Whole<const float, 2>& cost,
+                  const Whole<const uint8_t, 3>& sent, const Whole<const int64_t, 1>& tables,
+                  const Whole<const int64_t, 2>& start, const Whole<const int64_t, 2>& names,
+                  const Whole<uint8_t, 3>& tiers, const Whole<double, 1>& errors, const Whole<int64_t, 1>& nbytes,
+                  int threads) {
+  const size_t parts = error.shape(0), most = error.shape(1), batch = error.shape(2), tokens = error.shape(3);
+  const auto is = [&](const auto& array, size_t first, size_t second) {
+    return array.shape(0) == first && array.shape(1) == second;
+  };
+  if (most < 1 || most > 64 || !is(cost, parts, most) || !is(start, parts, most) || !is(names, parts, most) ||
+      !is(sent, parts, batch) || sent.shape(2) != tokens || !is(tiers, parts, batch) || tiers.shape(2) != tokens ||
+      errors.shape(0) != parts || nbytes.shape(0) != parts)
+    throw std::invalid_argument("the arrays of a choice differ in shape");
+  const Parts given = {int64_t(parts), int64_t(most),  int64_t(batch),          int64_t(tokens), error.data(), cost.data(),
+                       sent.data(),    tables.data(), int64_t(tables.shape(0)), start.data(),    names.data()};
+  bool good = false;
+  {
+    const nb::gil_scoped_release released;
+    good = choose_all(active(), given, tiers.data(), errors.data(), nbytes.data(), threads);
+  }
+  if (!good) throw std::invalid_argument("a tier has more tokens than its table says the bytes of");
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -186,6 +245,14 @@ NB_MODULE(_native, m) {
   m.def("use_level", &use_level, nb::arg("name"), "Use a level ('' for the best); False where it cannot run here.");
   m.def("work", &work, nb::arg("encode"), nb::arg("data"), nb::arg("shape"), nb::arg("strides"), nb::arg("dtype"),
         nb::arg("tiers"), nb::arg("threads"), "Encode or decode the tiers of one (heads, tokens, dim) tensor.");
+  m.def("measure", &measure_tier, nb::arg("data"), nb::arg("shape"), nb::arg("strides"), nb::arg("dtype"),
+        nb::arg("tier"), nb::arg("weights"), nb::arg("sums"), nb::arg("threads"),
+        "What encoding the tokens of a tier does to each: its weighted squared error.");
+  m.def("all_below", &all_below, nb::arg("data"), nb::arg("sizes"), nb::arg("strides"), nb::arg("item"),
+        nb::arg("infinity"), nb::arg("threads"), "Whether all patterns' magnitudes lie below one of them.");
+  m.def("choose", &choose_tiers, nb::arg("error"), nb::arg("cost"), nb::arg("sent"), nb::arg("tables"),
+        nb::arg("start"), nb::arg("names"), nb::arg("tiers"), nb::arg("errors"), nb::arg("nbytes"),
+        nb::arg("threads"), "Each token's best tier, and each part's error and bytes.");
   m.def("entropy_encode", &encode_entropy, nb::arg("freq"), nb::arg("reach"), nb::arg("codes"), nb::arg("row_bin"),
         nb::arg("column_bin"), "Entropy-code a matrix of integers.");
   m.def("entropy_decode", &decode_entropy, nb::arg("freq"), nb::arg("reach"), nb::arg("data"), nb::arg("row_bin"),

@@ -1,59 +1,12 @@
 // Sections' layout, the cutting of a tensor into tasks, and who runs them.
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "codec.hpp"
 #include "pool.hpp"
-
-#if defined(__x86_64__) || defined(__i386__)
-#include <xmmintrin.h>
-#endif
+#include "thread.hpp"
 
 namespace kvferry {
 namespace {
-
-// Subnormals kept, round to nearest even: whatever mode the calling thread is in (torch.set_flush_denormal).
-class ExactArithmetic {
- public:
-#if defined(__x86_64__) || defined(__i386__)
-  ExactArithmetic() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
-  ~ExactArithmetic() { _mm_setcsr(saved_); }
-
- private:
-  unsigned saved_;
-#elif defined(__aarch64__)
-  ExactArithmetic() {
-    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
-    __asm__ volatile("msr fpcr, %0" : : "r"(uint64_t(0)));
-  }
-  ~ExactArithmetic() { __asm__ volatile("msr fpcr, %0" : : "r"(saved_)); }
-
- private:
-  uint64_t saved_;
-#endif
-};
-
-// Working memory of one thread, kept from call to call.
-uint8_t* thread_scratch(size_t bytes) {
-  struct Free {
-    void operator()(uint8_t* p) const { std::free(p); }
-  };
-  thread_local std::unique_ptr<uint8_t, Free> block;
-  thread_local size_t held = 0;
-  if (held < bytes) {
-    block.reset();
-    held = 0;
-    const size_t rounded = (bytes + 63) / 64 * 64;
-    block.reset(static_cast<uint8_t*>(std::aligned_alloc(64, rounded)));
-    if (block == nullptr) throw std::bad_alloc();
-    std::memset(block.get(), 0, rounded);
-    held = rounded;
-  }
-  return block.get();
-}
 
 int64_t least(int64_t a, int64_t b) { return b < a ? b : a; }
 

@@ -1,9 +1,9 @@
 """The door to the compiled CPU kernels: what they take, they do; what they don't, the torch oracle does.
 
-Every function that moves data answers ``False`` when the work is not for the kernels (another device, dtype, layout or
-quantiser, or no kernels at all) and leaves everything untouched; the caller then uses the oracle, which gives the same
-bytes. Environment: ``KVFERRY_NATIVE=0`` switches the kernels off, ``KVFERRY_ISA`` names the CPU level to use (one of
-``levels()``).
+Every function that does work answers ``False`` (or ``None``) when the work is not for the kernels (another device,
+dtype, layout or quantiser, or no kernels at all) and leaves everything untouched; the caller then uses the oracle,
+which gives the same bytes. Environment: ``KVFERRY_NATIVE=0`` switches the kernels off, ``KVFERRY_ISA`` names the CPU
+level to use (one of ``levels()``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kvferry.errors import InvalidInput
@@ -44,6 +44,13 @@ _kernels, _reason = _load()
 logger = logging.getLogger(__name__)
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_INFINITIES = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x47EFFFFFE0000001,  # the first beyond fp32
+}
+"""Patterns of the smallest magnitudes that are not finite in fp32."""
 _FAMILIES = {"raw": 0, "sym": 1, "asym": 2, "chan": 3, "had": 4, "cen": 5}
 _SPEC = re.compile(
     r"(raw)|(sym)([234568])|(asym)([234568])(?:row|g([1-9][0-9]{0,5}))|(chan)([234568])b([1-9][0-9]{0,5})"
@@ -155,6 +162,71 @@ def decode_mixed(out: Float[Tensor, "heads tokens dim"], tiers: Sequence[Tier], 
     return _work(False, out, tiers, threads)
 
 
+def measure_rows(
+    spec: str,
+    x: Float[Tensor, "heads tokens dim"],
+    index: Int[Tensor, " selected"] | None,
+    weights: Float[Tensor, "heads dim"],
+    out: Float[Tensor, " selected"],
+    threads: int | None = None,
+) -> bool:
+    """Write what the quantiser does to each selected token of ``x``; False when the oracle must do it.
+
+    That is the squared error, channels multiplied by ``weights`` before they are squared, of all heads together, in
+    fp32 and in the order of sums of `kvferry.ship.distortion.token_sums`. Raises `InvalidInput` as `encode_rows` does.
+    """
+    kernels, parsed, dtype = _usable(), _parse(spec), _DTYPES.get(x.dtype)
+    if kernels is None or parsed is None or dtype is None or x.dim() != 3 or not _is_plain(x) or x.shape[2] < 1:
+        return False
+    selected = _index(index, x.shape[1])
+    if selected is None or any(side.dtype != torch.float32 or not _is_plain(side) for side in (weights, out)):
+        return False
+    kept, place = selected
+    weights = weights.contiguous()
+    if not out.is_contiguous() or out.numel() != place[2] or weights.shape != (x.shape[0], x.shape[2]):
+        return False
+    try:
+        kernels.measure(
+            *_where(x), dtype, (*parsed, *place, 0, 0), weights.data_ptr(), out.data_ptr(), _threads(threads)
+        )
+    except ValueError as error:
+        raise InvalidInput(f"measuring {tuple(x.shape)} as {spec}: {error}") from error
+    del kept
+    return True
+
+
+def all_finite(x: Float[Tensor, "*shape"], threads: int | None = None) -> bool | None:
+    """Whether ``x`` (any strides) holds only numbers that are finite in fp32; None when the oracle must say."""
+    kernels, known = _usable(), _INFINITIES.get(x.dtype)
+    if kernels is None or known is None or x.dim() > 4 or not _is_plain(x):
+        return None
+    item = x.element_size()
+    sizes = (*(1 for _ in range(4 - x.dim())), *x.shape)
+    strides = (*(0 for _ in range(4 - x.dim())), *(stride * item for stride in x.stride()))
+    return bool(kernels.all_below(x.data_ptr(), sizes, strides, item, known, _threads(threads)))
+
+
+def choose(
+    error: Float[Tensor, "parts tiers batch tokens"],
+    cost: Float[Tensor, "parts tiers"],
+    sent: Bool[Tensor, "parts batch tokens"],
+    tables: Int[Tensor, " sizes"],
+    start: Int[Tensor, "parts tiers"],
+    names: Int[Tensor, "parts tiers"],
+    threads: int | None = None,
+) -> tuple[UInt8[Tensor, "parts batch tokens"], Float[Tensor, " parts"], Int[Tensor, " parts"]] | None:
+    """Tiers, errors and bytes of `kvferry.ship.policy.optimal.Problem.choose`; None when the oracle must do it."""
+    kernels = _usable()
+    if kernels is None or error.shape[1] > 64:
+        return None
+    tiers = torch.empty(sent.shape, dtype=torch.uint8)
+    errors = torch.empty(len(sent), dtype=torch.float64)
+    nbytes = torch.empty(len(sent), dtype=torch.int64)
+    given = (error, cost, sent.view(torch.uint8), tables, start, names, tiers, errors, nbytes)
+    kernels.choose(*(array.numpy() for array in given), _threads(threads))
+    return tiers, errors, nbytes
+
+
 def _work(encode: bool, x: Tensor, tiers: Sequence[Tier], threads: int | None) -> bool:
     kernels = _usable()
     if kernels is None:
@@ -165,32 +237,46 @@ def _work(encode: bool, x: Tensor, tiers: Sequence[Tier], threads: int | None) -
     arguments, kept = [], []
     for tier in tiers:
         parsed = _parse(tier.spec)
-        data, index = tier.data, tier.index
+        data = tier.data
         if parsed is None or not _is_plain(data) or data.dtype != torch.uint8 or data.dim() != 1:
             return False
         if not data.is_contiguous():
             return False
-        address, item, count = 0, 0, x.shape[1]
-        if index is not None:
-            if not _is_plain(index) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
-                return False
-            index = index.contiguous()
-            kept.append(index)  # a copy must outlive the call
-            # An empty tensor has no address, and no address means all tokens.
-            address, item, count = index.data_ptr() or 1, index.element_size(), index.numel()
-        arguments.append((*parsed, address, item, count, data.data_ptr(), data.numel()))
+        selected = _index(tier.index, x.shape[1])
+        if selected is None:
+            return False
+        kept.append(selected[0])  # a copy must outlive the call
+        arguments.append((*parsed, *selected[1], data.data_ptr(), data.numel()))
     if not encode and x.numel() > 0 and _overlaps(x):
         return False
-    size = x.element_size()
-    strides = tuple(stride * size for stride in x.stride())
-    workers = torch.get_num_threads() if threads is None else threads
     try:
-        kernels.work(encode, x.data_ptr(), tuple(x.shape), strides, dtype, arguments, max(1, workers))
+        kernels.work(encode, *_where(x), dtype, arguments, _threads(threads))
     except ValueError as error:
         raise InvalidInput(
             f"{'encoding' if encode else 'decoding'} {tuple(x.shape)} as {', '.join(t.spec for t in tiers)}: {error}"
         ) from error
     return True
+
+
+def _where(x: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Address, shape and strides in bytes."""
+    size = x.element_size()
+    return x.data_ptr(), tuple(x.shape), tuple(stride * size for stride in x.stride())
+
+
+def _threads(asked: int | None) -> int:
+    return max(1, torch.get_num_threads() if asked is None else asked)
+
+
+def _index(index: Tensor | None, tokens: int) -> tuple[Tensor | None, tuple[int, int, int]] | None:
+    """The index that lies where the address says; its address, item size and count. None: not for the kernels."""
+    if index is None:
+        return None, (0, 0, tokens)
+    if not _is_plain(index) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        return None
+    index = index.contiguous()
+    # An empty tensor has no address, and no address means all tokens.
+    return index, (index.data_ptr() or 1, index.element_size(), index.numel())
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kvferry.ship import importance
 from kvferry.ship.allocate import Allocation, TierSpecs
+from kvferry.ship.distortion import measure_errors
 from kvferry.ship.layout import FrameSlot, Layout
 from kvferry.ship.policy.optimal import Choice, Ladder, Problem
-from kvferry.ship.quantize import Section, decode_sections, encode_sections, quantizer
+from kvferry.ship.quantize import quantizer
 from kvferry.ship.sensitivity import (
     KEY_TEMPER,
     POSITION_PROFILE,
@@ -62,7 +63,7 @@ class Measured:
         for slot in self.layout:
             for side in range(2):
                 chosen = choice.tiers[2 * slot.index + side, :, : slot.tokens]
-                tiers[side][slot.first_layer, :, slot.start : slot.stop] = chosen.to(torch.uint8)
+                tiers[side][slot.first_layer, :, slot.start : slot.stop] = chosen
         return Allocation(self.specs, tiers[0], tiers[1], self.sent)
 
 
@@ -146,30 +147,36 @@ def measure(
     for slot in layout:
         slots.setdefault(slot.first_layer, []).append(slot)
     ladders: list[Ladder] = []
-    errors: list[Tensor] = []
     masks: list[Tensor] = []
     for index, frames in slots.items():
         layer = snapshot.layers[index]
-        held = slice(layer.first, layer.seen)
-        own = scores[:, held].float() if isinstance(scores, Tensor) else _held(ranked, index, held)
-        sides = []
-        for keys in (True, False):
-            profile = POSITION_PROFILE if name == "positional" else known.key_profile if keys else known.value_profile
-            profile = tempered(profile, KEY_TEMPER if keys else VALUE_TEMPER)
-            weights = token_weights(own, sent[:, held], profile, sinks[:, held])
-            error = _layer_errors(layer, known, index, specs, sent[:, held], pinned[:, held], keys=keys) * weights
-            error[1:].masked_fill_((sinks | pinned)[:, held], torch.inf)
-            sides.append(error)
         for slot in frames:
-            here = slice(slot.start - layer.first, slot.stop - layer.first)
-            for tensor, ladder, error in zip(
-                (layer.keys, layer.values), (specs.keys, specs.values), sides, strict=True
-            ):
+            for tensor, ladder in ((layer.keys, specs.keys), (layer.values, specs.values)):
                 assert tensor is not None
                 ladders.append(_ladder(ladder, tensor.shape[1], slot.tokens, tensor.shape[3], tensor.dtype))
-                errors.append(error[:, :, here])
                 masks.append(sent[:, slot.start : slot.stop])
-    return Measured(Problem(ladders, errors, masks), specs, layout, sent, len(snapshot.layers))
+
+    def errors() -> Iterator[Tensor]:
+        """Of one part after the other, so that no more than a layer's lie beside the problem's."""
+        for index, frames in slots.items():
+            layer = snapshot.layers[index]
+            held = slice(layer.first, layer.seen)
+            own = scores[:, held].float() if isinstance(scores, Tensor) else _held(ranked, index, held)
+            sides = []
+            for keys in (True, False):
+                profile = known.key_profile if keys else known.value_profile
+                if name == "positional":
+                    profile = POSITION_PROFILE
+                profile = tempered(profile, KEY_TEMPER if keys else VALUE_TEMPER)
+                weights = token_weights(own, sent[:, held], profile, sinks[:, held])
+                error = _layer_errors(layer, known, index, specs, sent[:, held], pinned[:, held], keys=keys)
+                error.mul_(weights)[1:].masked_fill_((sinks | pinned)[:, held], torch.inf)
+                sides.append(error)
+            for slot in frames:
+                here = slice(slot.start - layer.first, slot.stop - layer.first)
+                yield from (error[:, :, here] for error in sides)
+
+    return Measured(Problem(ladders, errors(), masks), specs, layout, sent, len(snapshot.layers))
 
 
 def _held(ranked: Tensor | None, index: int, held: slice) -> Tensor:
@@ -203,54 +210,3 @@ def _layer_errors(
         expected = torch.tensor([0.0 if spec == "raw" else level * 4.0 ** -quantizer(spec).nbits for spec in ladder])
         return expected[:, None, None].expand(-1, *sent.shape).clone()
     return measure_errors(tensor, ladder, channels, sent & ~pinned)
-
-
-def measure_errors(
-    tensor: Float[Tensor, "batch heads tokens dim"],
-    ladder: tuple[str, ...],
-    channels: Float[Tensor, "heads dim"],
-    usable: Bool[Tensor, "batch tokens"],
-) -> Float[Tensor, "tiers batch tokens"]:
-    """Squared error of every token by every quantiser of a ladder, channels weighted; 0 for tokens not ``usable``."""
-    batch, heads, tokens, dim = tensor.shape
-    found = torch.zeros(len(ladder), batch, tokens)
-    root = channels.sqrt().unsqueeze(1).to(tensor.device)
-    for row in range(batch):
-        index = None if bool(usable[row].all()) else usable[row].nonzero().flatten()
-        count = tokens if index is None else index.numel()
-        if not count * heads * dim:
-            continue
-        x = tensor[row] if index is None else tensor[row].index_select(1, index.to(tensor.device))
-        exact = x.to(torch.float32)
-        scaled: dict[str, Tensor] = {}
-        for place, spec in enumerate(ladder):
-            if spec == "raw":
-                continue
-            rotated = _ROTATED.fullmatch(spec)
-            if rotated is None:
-                error = _error(spec, x, exact, root)
-            else:
-                # These have no overload: the error of n bits is that of 4 bits times 4^(4 - n).
-                family, bits, group = rotated.groups()
-                if group not in scaled:
-                    scaled[group] = _error(f"{family}4g{group}", x, exact, root)
-                error = scaled[group] * 4.0 ** (4 - int(bits))
-            if index is None:
-                found[place, row] = error
-            else:
-                found[place, row, index] = error
-    return found
-
-
-_ROTATED = re.compile("(had|cen)([0-9])g([0-9]+)")
-
-
-def _error(spec: str, x: Tensor, exact: Tensor, root: Tensor) -> Float[Tensor, " tokens"]:
-    """Weighted squared error of each token by one quantiser."""
-    method = quantizer(spec)
-    back = torch.empty_like(x, memory_format=torch.contiguous_format)
-    data = torch.empty(method.nbytes(x.shape[0], x.shape[1], x.shape[2], x.dtype), dtype=torch.uint8, device=x.device)
-    sections = [Section(method, None, data)]
-    encode_sections(x, sections)
-    decode_sections(sections, back)
-    return (exact - back).mul_(root).pow_(2).sum(dim=(0, 2)).cpu()

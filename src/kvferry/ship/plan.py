@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kvferry.errors import BudgetTooSmall, InvalidInput
-from kvferry.ship import importance, optimize, sizing
+from kvferry.ship import finite, importance, optimize, sizing
 from kvferry.ship.allocate import Allocation, TierSpecs, allocate_tokens
 from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import DIGEST_BYTES, MAX_TOKENS, PacketHeader, check_tokens, packet_id, render_header
@@ -54,7 +54,6 @@ Scores = Tensor | Sequence[float] | Sequence[Sequence[float]] | str | None
 
 _SAMPLED_TOKENS = 64
 _TRIES = 4
-_FP32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -367,12 +366,9 @@ def nonfinite_tokens(snapshot: Snapshot) -> Bool[Tensor, "batch seq"]:
     found = torch.zeros(snapshot.batch_size, snapshot.seq_len, dtype=torch.bool)
     for layer in snapshot.layers:
         for tensor in (layer.keys, layer.values):
-            if tensor is None or tensor.numel() == 0:
-                continue
-            low, high = torch.aminmax(tensor)  # one fast pass; both are NaN where anything is
-            if not -_FP32_MAX <= low.item() <= high.item() <= _FP32_MAX:
-                bad = ~tensor.to(torch.float32).isfinite().all(dim=3).all(dim=1)
-                found[:, layer.first :] |= bad.cpu()
+            bad = None if tensor is None else finite.nonfinite_tokens(tensor)
+            if bad is not None:
+                found[:, layer.first :] |= bad
     return found
 
 

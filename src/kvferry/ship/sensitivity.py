@@ -115,6 +115,9 @@ class Sensitivity:
         return cls(**sides, **numbers)  # type: ignore[arg-type]
 
 
+_PIECE = 1 << 17
+"""Elements whose squares are taken at a time: all of the extra memory."""
+
 _NUMBERS = ("key_energy", "value_energy", "key_profile", "value_profile")
 
 
@@ -305,9 +308,21 @@ def energy(channels: Float[Tensor, "heads dim"], tensor: Float[Tensor, "batch he
     return float((channels * tensor.float().var(dim=2).mean(dim=0).cpu()).sum())
 
 
-def _mean_square(tensor: Tensor) -> float:
-    found = float(tensor.float().pow(2).nanmean()) if tensor.numel() else 0.0
-    return found if 0 < found < math.inf else 1.0
+def _mean_square(tensor: Float[Tensor, "batch heads tokens dim"]) -> float:
+    """Mean square of what is not NaN; 1 where that says nothing."""
+    total, count = 0.0, tensor.numel()
+    if count:
+        step = max(1, _PIECE // tensor.shape[3])
+        squares = torch.empty(min(step, tensor.shape[2]), tensor.shape[3], device=tensor.device)
+        for piece in (piece for row in tensor for head in row for piece in head.split(step)):
+            here = squares[: len(piece)].copy_(piece).square_()
+            found = float(here.sum())
+            if math.isnan(found):
+                count -= int(here.isnan().sum())
+                found = float(here.nansum())
+            total += found
+    mean = total / count if count else 0.0
+    return mean if 0 < mean < math.inf else 1.0
 
 
 def _plain(side: Tensor | None) -> list[list[float]] | None:

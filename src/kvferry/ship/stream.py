@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from kvferry.errors import BudgetTooSmall, InvalidInput, UnsupportedCache
+from kvferry.ship import finite
 from kvferry.ship.allocate import Allocation, TierSpecs
 from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import PacketHeader, packet_id, render_header
@@ -47,7 +48,6 @@ Sizes hang on the number of tokens and, for ``optimal``, on the errors that cali
 takes a budget in bytes alone.
 """
 
-_FP32_MAX = torch.finfo(torch.float32).max
 _FIRST = torch.finfo(torch.float32).max
 
 
@@ -253,11 +253,8 @@ def nonfinite_tokens(layer: LayerState) -> Bool[Tensor, "batch held"] | None:
     """Tokens whose keys or values of this layer hold NaN or infinity (in fp32); ``None`` where there are none."""
     found: Tensor | None = None
     for tensor in (layer.keys, layer.values):
-        if tensor is None or tensor.numel() == 0:
-            continue
-        low, high = torch.aminmax(tensor)  # one fast pass; both are NaN where anything is
-        if not -_FP32_MAX <= low.item() <= high.item() <= _FP32_MAX:
-            bad = ~tensor.to(torch.float32).isfinite().all(dim=3).all(dim=1).cpu()
+        bad = None if tensor is None else finite.nonfinite_tokens(tensor)
+        if bad is not None:
             found = bad if found is None else found | bad
     return found
 

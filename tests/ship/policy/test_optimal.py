@@ -39,7 +39,7 @@ def by_hand(tiers, errors, sent, table):
     nbytes += sum(int(table[tier, count[tier]]) for tier in used for count in counts)
     bits = {1: 0, 2: 1, 3: 2}[len(used)]
     nbytes += (bits * int(sent.sum()) + 7) // 8
-    error = errors.gather(0, tiers.unsqueeze(0))[0][sent].sum()
+    error = errors.gather(0, tiers.long().unsqueeze(0))[0][sent].sum()
     return float(error), nbytes
 
 

@@ -11,13 +11,15 @@ after the other, wherever that lowers error + λ · exact bytes: down to one tie
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from kvferry.ship import native
 from kvferry.ship.policy.tiers import INT4, INT8, RAW, TIER_COST, PolicyContext, ranking
 
 _RANGE, _NEAR = 70.0, 1.0
@@ -52,7 +54,7 @@ class Choice:
         nbytes: of each part: sections, descriptions and maps, exactly.
     """
 
-    tiers: Int[Tensor, "parts batch tokens"]
+    tiers: UInt8[Tensor, "parts batch tokens"]
     error: Float[Tensor, " parts"]
     nbytes: Int[Tensor, " parts"]
 
@@ -68,60 +70,71 @@ class Problem:
     Args:
         ladders: of each part.
         distortions: of each part, weighted error of each tier and token, ``(tiers, batch, tokens)``; infinite where a
-            tier cannot carry a token. The first tier carries all.
+            tier cannot carry a token. The first tier carries all. Taken one after the other and not kept.
         sent: of each part, which tokens count, ``(batch, tokens)``.
     """
 
     def __init__(
         self,
         ladders: Sequence[Ladder],
-        distortions: Sequence[Float[Tensor, "tiers batch tokens"]],
+        distortions: Iterable[Float[Tensor, "tiers batch tokens"]],
         sent: Sequence[Bool[Tensor, "batch tokens"]],
     ):
         parts, batch = len(ladders), sent[0].shape[0]
         most, tokens = max(len(ladder.specs) for ladder in ladders), max(mask.shape[1] for mask in sent)
         self.sent = torch.zeros(parts, batch, tokens, dtype=torch.bool)
-        self.error = torch.full((parts, most, batch, tokens), torch.inf)
+        self.error = _given_back(parts, most, batch, tokens).fill_(torch.inf)
         self.price = torch.full((parts, most), torch.inf)
-        self.start = torch.zeros(parts, most, 1, dtype=torch.int64)
+        self.start = torch.zeros(parts, most, dtype=torch.int64)
         self.names = torch.zeros(parts, most, dtype=torch.int64)
         unique = {id(ladder): ladder for ladder in ladders}  # the parts of many layers share one
         self.tables = torch.cat([ladder.nbytes.flatten() for ladder in unique.values()])
         sizes = torch.tensor([0, *(ladder.nbytes.numel() for ladder in unique.values())])
         starts = dict(zip(unique, sizes.cumsum(0).tolist(), strict=False))
+        dearest = 0.0
         for place, (ladder, error, mask) in enumerate(zip(ladders, distortions, sent, strict=True)):
             tiers, length = len(ladder.specs), mask.shape[1]
             self.sent[place, :, :length] = mask
             self.error[place, :tiers, :, :length] = error
             self.error[place, :tiers, :, length:] = 0
-            self.error[place, :tiers].masked_fill_(~self.sent[place], 0.0)
-            rows = torch.arange(tiers).unsqueeze(1) * ladder.nbytes.shape[1]
+            here = self.error[place, :tiers].masked_fill_(~self.sent[place], 0.0)
+            here.masked_fill_(here.isnan(), torch.inf)  # overflowed, and of no weight
+            rows = torch.arange(tiers) * ladder.nbytes.shape[1]
             self.start[place, :tiers] = starts[id(ladder)] + rows
             self.names[place, :tiers] = ladder.descriptions()
             count = max(1, int(mask.sum(dim=1).max()))
             self.price[place, :tiers] = ladder.nbytes[:, count] / count
+            finite = here[here.isfinite()]
+            dearest = max(dearest, float(finite.max()) if finite.numel() else 0.0)
+        self._dearest = max(1e-30, dearest) * 1e6  # a price at which bytes are all that counts
 
     def choose(self, price: float, allowed: Bool[Tensor, "parts tiers"]) -> Choice:
         """Each token's best tier of those allowed, at a price of a byte."""
-        cost = (self.price * price).masked_fill(~allowed, torch.inf)[:, :, None, None]
+        cost = (self.price * price).masked_fill(~allowed, torch.inf)
+        chosen = native.choose(self.error, cost, self.sent, self.tables, self.start, self.names)
+        return Choice(*(self._choose(cost) if chosen is None else chosen))
+
+    def _choose(self, given: Float[Tensor, "parts tiers"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tiers, errors and bytes: what the compiled kernel gives."""
+        cost = given[:, :, None, None]
         most = self.price.shape[1]
         # Tier by tier: an argmin over an inner dimension is ten times slower.
-        least = self.error[:, 0] + cost[:, 0]
-        tiers = torch.zeros(least.shape, dtype=torch.int64)
+        chosen = self.error[:, 0].clone()
+        least = chosen + cost[:, 0]
+        tiers = torch.zeros(least.shape, dtype=torch.uint8)
         for tier in range(1, most):
             here = self.error[:, tier] + cost[:, tier]
-            tiers.masked_fill_(here < least, tier)
-            least = torch.minimum(least, here)
-        error = self.error.gather(1, tiers.unsqueeze(1)).squeeze(1).sum(dim=(1, 2), dtype=torch.float64)
-        slots = torch.where(self.sent, tiers, most)
-        counts = torch.zeros(*slots.shape[:2], most + 1, dtype=torch.int64)
-        counts = counts.scatter_add_(2, slots, torch.ones_like(slots))[:, :, :most]
-        nbytes = self.tables[self.start + counts.transpose(1, 2)].sum(dim=(1, 2))
+            better = here < least
+            tiers.masked_fill_(better, tier)
+            torch.where(better, self.error[:, tier], chosen, out=chosen)
+            torch.minimum(least, here, out=least)
+        counts = torch.stack([(tiers.eq(tier) & self.sent).sum(dim=2) for tier in range(most)], dim=2)
+        nbytes = self.tables[self.start.unsqueeze(2) + counts.transpose(1, 2)].sum(dim=(1, 2))
         used = counts.sum(dim=1) > 0
         number = used.sum(dim=1)
         width = torch.tensor([max(0, n - 1).bit_length() for n in range(most + 1)])[number]
         maps = (width * counts.sum(dim=(1, 2)) + 7) // 8
-        return Choice(tiers, error, 1 + nbytes + (self.names * used).sum(dim=1) + maps)
+        return tiers, _sums(chosen.flatten(1)), 1 + nbytes + (self.names * used).sum(dim=1) + maps
 
     def prune(self, price: float) -> tuple[Choice, Bool[Tensor, "parts tiers"]]:
         """The best choice at a price, with tiers taken out of each part where that pays, and the tiers left."""
@@ -154,11 +167,11 @@ class Problem:
 
     def smallest(self) -> Choice:
         """The choice of the fewest bytes, whatever the error."""
-        return self.prune(self._dearest())[0]
+        return self.prune(self._dearest)[0]
 
     def solve(self, limit: int) -> Choice | None:
         """The least error that is found in at most ``limit`` bytes; ``None`` where nothing fits."""
-        top = math.log(self._dearest())
+        top = math.log(self._dearest)
         smallest = self.smallest()
         if smallest.total > limit:
             return None
@@ -187,10 +200,24 @@ class Problem:
                 low = middle
         return best, price
 
-    def _dearest(self) -> float:
-        """A price at which bytes are all that counts."""
-        finite = self.error[self.error.isfinite()]
-        return max(1e-30, float(finite.max()) if finite.numel() else 0.0) * 1e6
+
+def _given_back(*shape: int) -> Tensor:
+    """fp32 that the system has back as soon as it is free: glibc keeps what is below 32 MiB, beside the packet then."""
+    nbytes = 4 * math.prod(shape)
+    return torch.frombuffer(mmap.mmap(-1, max(4, nbytes)), dtype=torch.float32, count=nbytes // 4).view(shape)
+
+
+def _sums(errors: Float[Tensor, "parts tokens"]) -> Float[Tensor, " parts"]:
+    """Sums in float64, in the one order that the compiled kernel has too.
+
+    Every eighth token is added to the one before it; of the eight sums the first half takes the second, until one is
+    left.
+    """
+    lanes = torch.nn.functional.pad(errors, (0, -errors.shape[1] % 8)).view(len(errors), -1, 8)
+    sums = lanes.to(torch.float64).cumsum(dim=1)[:, -1]
+    for half in (4, 2, 1):
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
 
 
 def nominal(scores: Float[Tensor, " n"], b: float, n: int, context: PolicyContext) -> UInt8[Tensor, " n"]:
