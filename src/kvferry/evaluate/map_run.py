@@ -81,7 +81,7 @@ def transfer(
     placed = time.perf_counter()
     if first:
         made = _with_native(made, target, first, native)
-    begun = time.perf_counter()
+    prefilled = time.perf_counter()
     length = source.seq_len
     chosen = set(range(max(0, length - recompute_last), length)) | {int(token) for token in recompute_tokens}
     chosen -= set(range(min(length, int(_starts(source).min()) + first)))
@@ -89,7 +89,7 @@ def transfer(
         made = recompute(target, made, sorted(chosen), check=False)
     done = time.perf_counter()
     computed = min(length, first) + len(chosen)
-    seconds = {"map": placed - began, "native": begun - placed, "recompute": done - begun}
+    seconds = {"map": placed - began, "native": prefilled - placed, "recompute": done - prefilled}
     return Transfer(made, computed, computed / length, seconds)
 
 
