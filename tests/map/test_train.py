@@ -31,9 +31,12 @@ def trained(pair: tuple[Any, Any], variant: str, settings: TrainSettings, steps:
     calibration = builders.calibrated(*pair, Recipe(variant, top_k=1, native_prefix=2))
     linear = fit_linear(calibration, {})
     trainer = Trainer(linear, calibration, settings)
+    optimizer = torch.optim.Adam(trainer.weights.values(), lr=settings.rate)
     for seed in range(steps):
         ids = tiny.prompt(1, 120, seed=seed)
         trainer.step(builders.cached(pair[0], ids), builders.cached(pair[1], ids, query_window=64))
+        optimizer.step()
+        optimizer.zero_grad()
     trainer.forget()
     ids = tiny.prompt(1, 200, seed=999)
     trainer.step(builders.cached(pair[0], ids), builders.cached(pair[1], ids, query_window=64), learn=False)
@@ -89,7 +92,7 @@ def test_a_perceptron_learns_the_map(pair: tuple[Any, Any]) -> None:
 
 
 def test_the_papers_perceptron() -> None:
-    assert VARIANTS["mlp"] == TrainSettings(hidden=(1024, 1024), rate=1e-3, epochs=20, affine=False)
+    assert VARIANTS["mlp"] == TrainSettings(hidden=(1024, 1024), rate=1e-3, epochs=20, affine=False, stride=4)
 
 
 def test_what_cannot_be_trained_on(pair: tuple[Any, Any]) -> None:

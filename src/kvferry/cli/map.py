@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,7 +78,9 @@ def several(text: str, read: Callable[[str], Item], option: str) -> list[Item]:
     metavar="K,…",
     help="Source layers a target layer, or all; of several the best on the tokens held out.",
 )
-@click.option("--variant", default="ridge", show_default=True, help="ridge, head_local, ridge+residual or mlp.")
+@click.option(
+    "--variant", default="ridge", show_default=True, help="ridge, head_local, ridge+residual, mlp or ridge+e2e."
+)
 @click.option("--ridge", "ridges", default="0.01", show_default=True, metavar="λ,…", help="Of several the best, too.")
 @click.option(
     "--sources",
@@ -101,7 +104,9 @@ def several(text: str, read: Callable[[str], Item], option: str) -> list[Item]:
     show_default=True,
     help="How far apart in depth a source layer may lie; less: less memory.",
 )
-@click.option("--resume", metavar="DIR", help="Keep the moments there, and go on from them after a kill.")
+@click.option("--epochs", type=click.IntRange(1), help="Of a trained variant. [default: as the variant's]")
+@click.option("--train-sequences", type=click.IntRange(1), help="Of those, how many a trained variant learns from.")
+@click.option("--resume", metavar="DIR", help="Keep moments and training there, and go on from them after a kill.")
 @model_options
 def fit(
     common: Common,
@@ -120,6 +125,8 @@ def fit(
     length: int,
     stride: int,
     reach: float,
+    epochs: int | None,
+    train_sequences: int | None,
     resume: str | None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Fit a mapper of SOURCE's caches to TARGET's, and write it to a folder.
@@ -146,6 +153,7 @@ def fit(
         map_fit.require_variant(variant)
         first = load_model(source, dtype=dtype, attn=attn)[0]
         second = load_model(target, dtype=dtype, attn=attn)[0]
+    training = training_of(variant, epochs, train_sequences)
     began = time.perf_counter()
     with progress() as told:
         run = map_fit.collect(
@@ -160,8 +168,8 @@ def fit(
         rows = r2_table(run.calibration, counts, weights) if len(counts) * len(weights) > 1 else []
         if rows:
             map_fit.choose_best(run, rows)
-        mapper = map_fit.finish(first, second, run, seed=common.seed, on_step=told)
-    seconds = run.earlier + time.perf_counter() - began
+        mapper = map_fit.finish(first, second, run, training=training, seed=common.seed, resume=resume, on_step=told)
+    seconds = max(float(mapper.made["fit_seconds"]), run.earlier + time.perf_counter() - began)
     mapper.save_pretrained(output)
     r2 = mapper.measures["r2"]
     result = {
@@ -202,6 +210,23 @@ def fit(
             tables.show_rows(("layers", "λ", "R² keys", "R² values"), shown)
 
     return result, show
+
+
+def training_of(variant: str, epochs: int | None, sequences: int | None) -> Any:
+    """Settings of a trained variant with some of them changed; ``None`` for the others.
+
+    Raises:
+        InvalidInput: they are given for a variant that is not trained.
+    """
+    from kvferry.map.train import VARIANTS
+
+    given = {"epochs": epochs, "sequences": sequences}
+    changed: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if variant not in VARIANTS:
+        if changed:
+            raise InvalidInput(f"variant {variant} is not trained: leave --epochs and --train-sequences out")
+        return None
+    return replace(VARIANTS[variant], **changed)
 
 
 def chosen_layers(mapper: Any) -> dict[str, list[list[list[object]]]]:

@@ -20,6 +20,7 @@ from kvferry.hf.rotary import rotaries_of
 from kvferry.map.calibration import Calibration
 from kvferry.map.fit import LINEAR, fit_linear
 from kvferry.map.mapper import VARIANTS, Mapper, Recipe
+from kvferry.map.train import TrainSettings
 from kvferry.snapshot import Identity, Snapshot
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def fit(
     resume: str | Path | None = None,
     group: Any = None,
     through: Through | None = None,
+    training: TrainSettings | None = None,
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> Mapper:
@@ -86,7 +88,8 @@ def fit(
         source, target: a matched-KV pair, from `load_model`, each in the dtype that its caches will have.
         texts: what the caches are of; the more, and the more like what will be mapped, the better.
         top_k: source layers a target layer; ``None``: all.
-        variant: ``ridge``, ``head_local`` (one source layer a head), ``ridge+residual`` or ``mlp``.
+        variant: ``ridge``, ``head_local`` (one source layer a head), ``ridge+residual``, ``mlp`` or ``ridge+e2e``
+            (ridge, corrected through the target by what comes out of it).
         ridge: λ, on moments that are sums over tokens.
         sources: ``same`` (keys from keys, values from values, as in the paper) or ``both`` (each from both).
         native_prefix: first tokens of a context that the target will prefill itself; the fit leaves them out.
@@ -94,11 +97,12 @@ def fit(
         reapply: put the target's on at the end; without, an ablation.
         tokenizer: the pair's; by default the one that the source was loaded with.
         settings: sizes.
-        resume: folder where the moments are kept while the fit runs; one that was killed goes on from there.
+        resume: folder where moments and training are kept while the fit runs; one that was killed goes on from there.
         group: process group of `torch.distributed`; by default the whole world, where there is one.
         through: what the source's caches go through before they are mapped, where that is not nothing: a codec, say, as
             in ``lambda snapshot: decode(encode(snapshot, 0.28))``. Not for the trained variants.
-        seed: of the trained variants' first weights.
+        training: of the trained variants; by default `kvferry.map.train.VARIANTS`.
+        seed: of the trained variants' first weights and the order of their text.
         on_step: told ``(done, in all, at what)``.
 
     Raises:
@@ -122,7 +126,7 @@ def fit(
         through=through,
         on_step=on_step,
     )
-    return finish(source, target, run, seed=seed, on_step=on_step)
+    return finish(source, target, run, training=training, seed=seed, resume=resume, on_step=on_step)
 
 
 def require_variant(variant: str) -> None:
@@ -143,16 +147,18 @@ def finish(
     target: PreTrainedModel,
     run: Collected,
     *,
+    training: TrainSettings | None = None,
     seed: int = 0,
+    resume: str | Path | None = None,
     on_step: OnStep | None = None,
 ) -> Mapper:
-    """The second half of `fit`: the mapper of the recipe that the moments were collected for."""
+    """The second half of `fit`: the mapper of the recipe that the moments were collected for. Arguments as there."""
     mapper = solve(run, on_step=on_step)
     if mapper.recipe.variant in LINEAR:
         return mapper
     from kvferry.evaluate.map_train import train
 
-    return train(source, target, run, mapper, seed=seed, on_step=on_step)
+    return train(source, target, run, mapper, settings=training, seed=seed, resume=resume, on_step=on_step)
 
 
 @dataclass(slots=True, eq=False)

@@ -54,6 +54,18 @@ class _HeadKL(torch.autograd.Function):
         return gradient * outer[0].to(gradient.dtype), None, None, None
 
 
+def head_kl(
+    hidden: Float[Tensor, "tokens hidden"],
+    head: Float[Tensor, "vocab hidden"],
+    taught: Float[Tensor, "tokens taught"],
+    teacher_head: Float[Tensor, "vocab taught"],
+) -> Tensor:
+    """Mean KL of the next-token distributions of last states ``hidden`` from those of ``taught``, with a gradient to
+    ``hidden`` alone."""
+    found: Tensor = _HeadKL.apply(hidden, head, taught, teacher_head)  # type: ignore[no-untyped-call]
+    return found
+
+
 def distillation(
     teacher: PreTrainedModel, student: PreTrainedModel, kept: Sequence[int], *, states_weight: float
 ) -> tuple[dict[str, nn.Parameter], Loss]:
@@ -73,7 +85,7 @@ def distillation(
     Raises:
         InvalidInput: a model whose logits are not its last states times its head.
     """
-    heads = [_head(model) for model in (student, teacher)]
+    heads = [head_of(model) for model in (student, teacher)]
     for parameter in (*teacher.parameters(), *student.parameters()):
         parameter.requires_grad_(False)
     fixed = {id(module.weight) for module in (student.get_input_embeddings(), student.get_output_embeddings())}
@@ -86,10 +98,12 @@ def distillation(
             want = teacher.base_model(input_ids=ids, use_cache=False).last_hidden_state
         with watched_states(student) as states:
             said = student.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        loss: Tensor = _HeadKL.apply(said.flatten(0, 1), heads[0], want.flatten(0, 1), heads[1])  # type: ignore[no-untyped-call]
+        loss = head_kl(said.flatten(0, 1), heads[0], want.flatten(0, 1), heads[1])
         if states_weight:
             far = [
-                _distance(states[place], taught[index]) for place, index in enumerate(kept) if 0 < place < len(states)
+                relative_distance(states[place], taught[index])
+                for place, index in enumerate(kept)
+                if 0 < place < len(states)
             ]
             loss = loss + states_weight * torch.stack(far).mean()
         return loss
@@ -102,19 +116,20 @@ def divergence(
     student: PreTrainedModel, windows: Int[Tensor, "windows tokens"], taught: Float[Tensor, "windows tokens hidden"]
 ) -> float:
     """Mean KL, in nats, of the student's predictions from those that its head makes of the last states ``taught``."""
-    head, total = _head(student), 0.0
+    head, total = head_of(student), 0.0
     for window, want in zip(windows, taught, strict=True):
         said = student.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0]
-        total += float(_HeadKL.apply(said, head, want, head))  # type: ignore[no-untyped-call]
+        total += float(head_kl(said, head, want, head))
     return total / windows.shape[0]
 
 
-def _distance(states: Tensor, taught: Tensor) -> Tensor:
+def relative_distance(states: Tensor, taught: Tensor) -> Tensor:
+    """Mean squared distance of states, each token's relative to the square of what it should be."""
     want = taught.float()
     return ((states.float() - want).square().sum(-1) / want.square().sum(-1).clamp_min(1e-6)).mean()
 
 
-def _head(model: PreTrainedModel) -> Tensor:
+def head_of(model: PreTrainedModel) -> Tensor:
     """The weight of a model's head."""
     head: Any = model.get_output_embeddings()
     what = f"the logits of a {type(model).__name__}"
@@ -132,7 +147,7 @@ def _head(model: PreTrainedModel) -> Tensor:
 @torch.no_grad()
 def cross_entropy(model: PreTrainedModel, windows: Int[Tensor, "windows tokens"]) -> float:
     """Mean negative log-likelihood, in nats, of every token of the windows but the first of each."""
-    head = _head(model).float()
+    head = head_of(model).float()
     total = 0.0
     for window in windows:
         hidden = model.base_model(input_ids=window[None], use_cache=False).last_hidden_state[0, :-1]

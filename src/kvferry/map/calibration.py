@@ -185,7 +185,7 @@ class Calibration:
         for split in SPLITS:
             for place, moments in enumerate(self.moments[split]):
                 moments.save(path / f"{_generation(done, of)}-{split}-{place}.safetensors")
-        write_text(path / _STATE, json.dumps({"done": done, "of": of, "fit": self._name(), "spent": self.spent}))
+        write_text(path / _STATE, json.dumps({"done": done, "of": of, "fit": self.digest, "spent": self.spent}))
         for old in path.glob("*.safetensors"):
             if not _current(path, old.name):
                 old.unlink()
@@ -201,10 +201,10 @@ class Calibration:
         if state is None:
             return 0
         done, text, fit, spent = state
-        if (text, fit) != (of, self._name()):
+        if (text, fit) != (of, self.digest):
             raise IncompatibleIdentity(
                 f"{folder} holds the moments of another fit: name another folder, or remove it",
-                {"text": (text, of), "fit": (fit, self._name())},
+                {"text": (text, of), "fit": (fit, self.digest)},
             )
         for split in SPLITS:
             for place, layout in enumerate(self.layouts):
@@ -213,7 +213,9 @@ class Calibration:
         self.spent = spent
         return done
 
-    def _name(self) -> str:
+    @property
+    def digest(self) -> str:
+        """Names models, recipe and layout: all but the text."""
         import hashlib
 
         settings = [self.source.weights, self.source.dtype, self.target.weights, self.target.dtype, self.stride]
