@@ -62,6 +62,50 @@ def test_what_is_computed_anew_is_nearer_and_counted(report: MapReport) -> None:
     assert all(0.8 < value < 1.0001 for value in mapped.attention), mapped.attention
 
 
+def test_r2_of_these_windows_is_its_definition(trio: tuple[Any, Any, Any, Mapper], report: MapReport) -> None:
+    from kvferry.evaluate.windows import cut_windows
+    from kvferry.hf.capture import capture
+
+    source, target, tokenizer, mapper = trio
+    rows: dict[str, list[torch.Tensor]] = {"x": [], "y": []}
+    for window in cut_windows(tokenizer, default_text()[50_000:70_000], windows=3, prefix=96, suffix=32):
+        made, own = mapper.map(capture(source, window.prefix_ids)), capture(target, window.prefix_ids)
+        for key, snapshot in (("x", made), ("y", own)):
+            keys = mapper.target_rotaries[1].strip(snapshot.layers[1].keys, snapshot.positions)
+            rows[key].append(keys[0, :, 4:])
+    x, y = (torch.cat(rows[key], dim=1).double() for key in ("x", "y"))
+    whole = (y - y.mean(dim=1, keepdim=True)).square().sum(dim=(1, 2))
+    want = (1 - (x - y).square().sum(dim=(1, 2)) / whole).mean()
+    assert report.r2["keys"][1] == pytest.approx(float(want), abs=1e-5)
+    assert all(0.5 < value <= 1 for side in report.r2.values() for value in side), report.r2
+
+
+def test_few_controls(trio: tuple[Any, Any, Any, Mapper], report: MapReport) -> None:
+    source, target, tokenizer, mapper = trio
+    settings = MapEvalSettings(windows=3, prefix=96, suffix=32, arms=ARMS[:1], controls=())
+    few = evaluate_mapper(mapper, source, target, tokenizer, default_text()[50_000:70_000], settings)
+    assert [row.name for row in few.rows] == ["mapped", "no_prefix"]
+    assert few.identity_exact
+    assert few.row("mapped").gain == report.row("mapped").gain
+    assert few.row("mapped").over_source is None
+    assert report.row("mapped").over_source is not None
+    settings = MapEvalSettings(windows=3, prefix=96, suffix=32, controls=("magic",))
+    with pytest.raises(InvalidInput, match="unknown controls magic"):
+        evaluate_mapper(mapper, source, target, tokenizer, default_text()[:20_000], settings)
+
+
+def test_choosing_is_timed_and_an_oracle_says_that_it_is_one(trio: tuple[Any, Any, Any, Mapper]) -> None:
+    source, target, tokenizer, mapper = trio
+    arms = (Arm("mapped"), Arm("attention", chooser="attention", share=0.2), Arm("error", chooser="error", share=0.2))
+    settings = MapEvalSettings(windows=2, prefix=64, suffix=16, arms=arms, controls=())
+    found = evaluate_mapper(mapper, source, target, tokenizer, default_text()[50_000:70_000], settings)
+    rows = found.to_json()["rows"]
+    assert [("choose" in row["seconds"], row["oracle"]) for row in rows[:3]] == [
+        (False, False), (True, False), (True, True),
+    ]  # fmt: skip
+    assert rows[1]["seconds"]["choose"] > 0
+
+
 def test_the_report_is_json(report: MapReport) -> None:
     data = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert data["rows"][0]["name"] == "mapped"

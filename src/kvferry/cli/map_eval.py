@@ -12,13 +12,13 @@ import click
 from kvferry.cli import tables
 from kvferry.cli.common import Common, command, model_options, prompt_text, working
 from kvferry.cli.map import chosen_layers
-from kvferry.cli.progress import OnProgress, progress
+from kvferry.cli.progress import progress
 from kvferry.errors import InvalidInput
 
 if TYPE_CHECKING:
     from kvferry.evaluate.map_arms import Arm
     from kvferry.evaluate.map_eval import ArmResult
-    from kvferry.evaluate.map_tasks import TaskResult
+    from kvferry.evaluate.map_rates import TaskResult
     from kvferry.map.mapper import Mapper
 
 
@@ -53,7 +53,12 @@ def _judging(*, windows: int, prefix: int, suffix: int) -> Callable[[Function], 
     metavar="N,N",
     help="Numbers of first tokens that the target prefills itself. [default: as fitted, and 0]",
 )
-@click.option("--recompute-last", "lasts", metavar="N,N", help="Beside that: numbers of last tokens computed anew.")
+@click.option(
+    "--recompute-last",
+    "lasts",
+    metavar="N,P%",
+    help="Beside that: numbers of last tokens computed anew, or shares of all such as 10%.",
+)
 @click.option(
     "--recompute",
     "shares",
@@ -63,6 +68,21 @@ def _judging(*, windows: int, prefix: int, suffix: int) -> Callable[[Function], 
 @click.option("--tasks", metavar="FILE", help='Questions too: a line {"ctx": …, "endings": […], "label": …} each.')
 @click.option("--items", type=click.IntRange(1), default=400, show_default=True, help="Questions, of that file.")
 @click.option("--needle", is_flag=True, help="Needles in haystacks of 512 and 1,024 tokens, too.")
+@click.option(
+    "--controls",
+    type=click.Choice(("all", "few")),
+    default="all",
+    show_default=True,
+    help="few: no prefix, and the target's own cache once.",
+)
+@click.option(
+    "--control-items",
+    type=click.IntRange(0),
+    default=100,
+    show_default=True,
+    help="First questions and needles that the controls are tried on, too.",
+)
+@click.option("--log", metavar="FILE", help="Keep answers there as they come; a run that was killed goes on from them.")
 @model_options
 def evaluate(
     common: Common,
@@ -79,6 +99,9 @@ def evaluate(
     tasks: str | None,
     items: int,
     needle: bool,
+    controls: str,
+    control_items: int,
+    log: str | None,
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Judge the mapper in DIR by what the target makes of its caches.
 
@@ -90,13 +113,16 @@ def evaluate(
     arms = arms_of(natives, lasts, shares)
     common.set_threads()
     mapper, source, target, tokenizer, words = loaded(common, folder, source_name, target_name, words)
+    from kvferry.evaluate.map_arms import CONTROLS
     from kvferry.evaluate.map_eval import MapEvalSettings, evaluate_mapper
 
     questions = None if tasks is None else _questions(tasks, tokenizer, items)
-    settings = MapEvalSettings(windows, prefix, suffix, arms, common.seed)
+    chosen = CONTROLS if controls == "all" else ()
+    settings = MapEvalSettings(windows, prefix, suffix, arms, chosen, common.seed)
+    how: dict[str, Any] = {"controls": control_items, "log": log, "seed": common.seed}
     with progress() as told:
         report = evaluate_mapper(mapper, source, target, tokenizer, words, settings, on_step=told)
-        done = _tasks(mapper, source, target, tokenizer, arms, tasks, questions, needle, common.seed, told)
+        done = _tasks(mapper, source, target, tokenizer, arms, tasks, questions, needle, {**how, "on_step": told})
     result = {
         "path": folder,
         "source": mapper.source.model,
@@ -145,8 +171,7 @@ def _tasks(
     path: str | None,
     questions: Any,
     needle: bool,
-    seed: int,
-    told: OnProgress | None,
+    how: dict[str, Any],
 ) -> list[TaskResult]:
     """What ``--tasks`` and ``--needle`` ask for."""
     from kvferry.evaluate.map_tasks import judge_choices, judge_needles
@@ -155,10 +180,10 @@ def _tasks(
     found: list[TaskResult] = []
     if path is not None:
         name = Path(path).stem
-        found += judge_choices(mapper, source, target, questions, arms, name=name, seed=seed, on_step=told)
+        found += judge_choices(mapper, source, target, questions, arms, name=name, **how)
     if needle:
-        grid = NeedleGrid(lengths=(512, 1024), depths=(0.0, 0.25, 0.5, 0.75, 1.0), seed=seed)
-        found += judge_needles(mapper, source, target, tokenizer, grid, arms, seed=seed, on_step=told)
+        grid = NeedleGrid(lengths=(512, 1024), depths=(0.0, 0.25, 0.5, 0.75, 1.0), seed=how["seed"])
+        found += judge_needles(mapper, source, target, tokenizer, grid, arms, **how)
     return found
 
 
@@ -199,7 +224,10 @@ def arms_of(natives: str | None, lasts: str | None, shares: str | None) -> tuple
     for item in _items(natives if natives is not None else "0"):
         arms.append(Arm(f"native {item}", native_prefix=_count(item)))
     for item in _items(lasts or ""):
-        arms.append(Arm(f"last {item} computed", recompute_last=_count(item)))
+        if item.endswith("%"):
+            arms.append(Arm(f"last {item} computed", last_share=_percent(item)))
+        else:
+            arms.append(Arm(f"last {item} computed", recompute_last=_count(item)))
     for item in _items(shares or ""):
         name, _, share = item.partition(":")
         try:
@@ -220,6 +248,16 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise InvalidInput(f"{text!r} is no number of tokens")
     return int(text)
+
+
+def _percent(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 < share <= 1:
+        raise InvalidInput(f"{text!r} is no share of tokens, such as 10%")
+    return share
 
 
 def loaded(

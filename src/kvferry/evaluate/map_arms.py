@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvferry.evaluate.head import fp32_logits
+from kvferry.evaluate.map_choose import ORACLES, choose_tokens
 from kvferry.evaluate.map_fit import with_tokenizer
 from kvferry.evaluate.map_run import Transfer, transfer
 from kvferry.evaluate.windows import Window
@@ -36,6 +38,7 @@ class Arm:
         name: of the row.
         native_prefix: see `transfer`.
         recompute_last: see `transfer`.
+        last_share: the same as a share of all tokens, for contexts of any length; the greater of the two counts.
         chooser: how tokens to compute anew are chosen (`kvferry.evaluate.map_choose`), and what share of all.
         share: of the tokens that the chooser picks.
     """
@@ -45,29 +48,60 @@ class Arm:
     recompute_last: int = 0
     chooser: str | None = None
     share: float = 0.0
+    last_share: float = 0.0
+
+    @property
+    def oracle(self) -> bool:
+        """Whether it looks at the target's own cache, which a transfer is to spare."""
+        return self.chooser in ORACLES
+
+    def last_of(self, tokens: int) -> int:
+        """Last tokens of a context that are computed anew."""
+        return max(self.recompute_last, round(self.last_share * tokens))
 
 
-def run_arm(mapper: Mapper, target: PreTrainedModel, source: Snapshot, arm: Arm, own: Snapshot | None) -> Transfer:
-    """Transfer by an arm; ``own``, the target's cache, is for choosers that look at it."""
+def run_arm(
+    mapper: Mapper,
+    target: PreTrainedModel,
+    source: Snapshot,
+    arm: Arm,
+    own: Snapshot | None,
+    *,
+    mapped: Snapshot | None = None,
+    native: Snapshot | None = None,
+) -> Transfer:
+    """Transfer by an arm; what a chooser takes is among the seconds, as ``choose``.
+
+    Args:
+        mapper, target, source: see `transfer`.
+        arm: how.
+        own: the target's cache, for choosers that look at it.
+        mapped: see `transfer`; written to.
+        native: the target's own cache, whose first tokens are taken where only the result counts, and not its time.
+    """
     chosen: Tensor | tuple[int, ...] = ()
+    began = time.perf_counter()
     if arm.chooser is not None:
-        from kvferry.evaluate.map_choose import choose_tokens
-
         chosen = choose_tokens(arm.chooser, arm.share, mapper, source, own)
-    return transfer(
+    took = time.perf_counter() - began
+    first = mapper.recipe.native_prefix if arm.native_prefix is None else arm.native_prefix
+    done = transfer(
         mapper,
         target,
         source,
         native_prefix=arm.native_prefix,
-        recompute_last=arm.recompute_last,
+        recompute_last=arm.last_of(source.seq_len),
         recompute_tokens=chosen,
+        mapped=mapped,
+        native=native.crop(min(first, native.seq_len)) if native is not None and first else None,
         check=False,
     )
+    return done if arm.chooser is None else replace(done, seconds={**done.seconds, "choose": took})
 
 
-def identity_arm(mapper: Mapper, target: PreTrainedModel, source: Snapshot) -> Snapshot:
+def identity_arm(mapper: Mapper, target: PreTrainedModel, source: Snapshot, native: Snapshot | None = None) -> Snapshot:
     """The target's own cache through the whole path: transferred with every token native, written and read."""
-    done = transfer(mapper, target, source, native_prefix=source.seq_len, check=False).snapshot
+    done = transfer(mapper, target, source, native_prefix=source.seq_len, native=native, check=False).snapshot
     return _through_a_file(done)
 
 

@@ -90,3 +90,6 @@ def _error(mapper: Mapper, source: Snapshot, own: Snapshot | None) -> Tensor:
 
 CHOOSERS: dict[str, Chooser] = {"last": _last, "spread": _spread, "attention": _attention, "error": _error}
 """Name -> its scores; ``error`` knows the answer and is for studies alone."""
+
+ORACLES = ("error",)
+"""Choosers that look at what they are to spare: how far a perfect choice would go, and no way to transfer."""

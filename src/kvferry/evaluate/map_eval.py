@@ -20,6 +20,7 @@ from kvferry.evaluate.scores import Fidelity, Perplexity, TokenScores, compare, 
 from kvferry.evaluate.windows import Window, cut_windows
 from kvferry.hf.capture import capture
 from kvferry.hf.recompute import prefill
+from kvferry.map.judge import RowJudge
 from kvferry.map.mapper import Mapper
 from kvferry.snapshot import Snapshot
 
@@ -36,6 +37,8 @@ class MapEvalSettings:
     Attributes:
         windows, prefix, suffix: see `cut_windows`; the text must be none that the mapper was fitted or chosen on.
         arms: transfers to be judged; the first one counts as the mapper's own.
+        controls: of `kvferry.evaluate.map_arms.CONTROLS`, those that are run on every window. With none of them the
+            identity is still held against the target on the first one, and a context's worth measured by no prefix.
         seed: of the shuffle and the intervals.
     """
 
@@ -43,6 +46,7 @@ class MapEvalSettings:
     prefix: int = 512
     suffix: int = 256
     arms: tuple[Arm, ...] = (Arm("mapped"), Arm("mapped, no native prefix", native_prefix=0))
+    controls: tuple[str, ...] = map_arms.CONTROLS
     seed: int = 0
 
 
@@ -57,8 +61,11 @@ class ArmResult:
         gain: see `ContextGain`.
         attention: mean cosine of attention outputs by layer, for mapped caches.
         share: of the prefix's tokens that the target ran on.
-        seconds: medians over the windows: ``map``, ``native``, ``recompute``; empty for controls.
+        seconds: medians over the windows: ``map``, ``native``, ``recompute`` and, where tokens are chosen, ``choose``;
+            empty for controls.
         scores: by window.
+        oracle: whether it looked at the target's own cache, which a transfer is to spare.
+        over_source: perplexity beside the source model alone; ``None`` where that was not run.
     """
 
     name: str
@@ -69,6 +76,8 @@ class ArmResult:
     share: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     scores: tuple[TokenScores, ...] = ()
+    oracle: bool = False
+    over_source: Perplexity | None = None
 
     def to_json(self) -> dict[str, Any]:
         known = [value for value in self.attention if value is not None]
@@ -85,6 +94,10 @@ class ArmResult:
             "attention_by_layer": list(self.attention),
             "share": self.share,
             "seconds": self.seconds,
+            "oracle": self.oracle,
+            "over_source": None
+            if self.over_source is None
+            else {"ppl_delta_pct": self.over_source.delta_pct, "ci": self.over_source.delta_ci},
         }
 
 
@@ -100,6 +113,8 @@ class MapReport:
             if not, no row counts.
         prefill_seconds: median of the target's own prefill of the prefix.
         source_seconds: median of the source's prefill of it.
+        r2: of the first arm's keys and values by layer, on these windows; tokens that the target itself computed first
+            are left out.
     """
 
     settings: MapEvalSettings
@@ -108,6 +123,7 @@ class MapReport:
     identity_exact: bool
     prefill_seconds: float
     source_seconds: float
+    r2: dict[str, list[float | None]]
 
     def row(self, name: str) -> ArmResult:
         """An arm or control by its name."""
@@ -125,6 +141,7 @@ class MapReport:
             "ppl": main.perplexity.ppl,
             "ppl_target": main.perplexity.ppl_full,
             "context_gain": main.gain.to_json(),
+            "r2_judged": self.r2,
             "tasks": [],
             "rows": [row.to_json() for row in self.rows],
             "seconds": {
@@ -166,6 +183,7 @@ def evaluate_mapper(
     """
     wanted = settings or MapEvalSettings()
     names = [arm.name for arm in wanted.arms]
+    asked = _controls_of(wanted)
     if not names or len({*names, *map_arms.CONTROLS}) != len(names) + len(map_arms.CONTROLS):
         raise InvalidInput(f"arms {names}: at least one, each with a name of its own")
     if wanted.windows < 2:
@@ -173,13 +191,14 @@ def evaluate_mapper(
     windows = cut_windows(tokenizer, text, windows=wanted.windows, prefix=wanted.prefix, suffix=wanted.suffix)
     require_target(mapper, target)
     lead = len(tokenizer("", verbose=False).input_ids)
-    tallies = {name: _Tally() for name in (*names, *map_arms.CONTROLS)}
+    tallies = {name: _Tally() for name in (*names, *asked)}
+    judge = RowJudge(mapper.target, mapper.target_rotaries)
     full: list[TokenScores] = []
     prefills: list[float] = []
     sources: list[float] = []
     exact = True
     before: Snapshot | None = None
-    last = _first_arm(mapper, source, target, windows[-1], wanted)
+    last = _first_arm(mapper, source, target, windows[-1], wanted) if "other_document" in asked else None
     for place, window in enumerate(windows):
         if on_step is not None:
             on_step(place, len(windows), f"window {place + 1}")
@@ -192,17 +211,31 @@ def evaluate_mapper(
         prepared = PreparedWindow(target, window)
         full.append(prepared.full)
         made = _judge_arms(mapper, target, cache, prepared, wanted, tallies)
+        judge.add(made, prepared.snapshot, round(tallies[names[0]].shares[-1] * made.seq_len))
         other = last if before is None else before
-        controls = _controls(mapper, target, cache, made, other, prepared, lead, wanted.seed)
-        controls["source"] = compare(prepared.reference, suffix_logits(source, cache, window), window.targets)
-        for name, scores in controls.items():
-            tallies[name].scores.append(scores)
-        exact = exact and _equal(controls["identity"], prepared.full)
+        run = asked if place or "identity" in asked else (*asked, "identity")
+        controls = _controls(mapper, target, cache, made, other, prepared, lead, wanted.seed, run)
+        if "source" in run:
+            controls["source"] = compare(prepared.reference, suffix_logits(source, cache, window), window.targets)
+        if "identity" in run:
+            exact = exact and _equal(controls["identity"], prepared.full)
+        for name in asked:
+            tallies[name].scores.append(controls[name])
         before = made
+    none, alone = tallies["no_prefix"].scores, tallies["source"].scores if "source" in asked else None
+    oracles = {arm.name for arm in wanted.arms if arm.oracle}
     rows = tuple(
-        _result(name, tally, full, tallies["no_prefix"].scores, wanted.seed) for name, tally in tallies.items()
+        _result(name, tally, full, none, alone, wanted.seed, name in oracles) for name, tally in tallies.items()
     )
-    return MapReport(wanted, mapper.digest, rows, exact, median(prefills), median(sources))
+    return MapReport(wanted, mapper.digest, rows, exact, median(prefills), median(sources), judge.r2())
+
+
+def _controls_of(settings: MapEvalSettings) -> tuple[str, ...]:
+    """The controls that are run, in their own order; without no prefix there is no context gain."""
+    unknown = sorted(set(settings.controls) - set(map_arms.CONTROLS))
+    if unknown:
+        raise InvalidInput(f"unknown controls {', '.join(unknown)}: {', '.join(map_arms.CONTROLS)} are")
+    return tuple(name for name in map_arms.CONTROLS if name in settings.controls or name == "no_prefix")
 
 
 def _first_arm(
@@ -245,24 +278,35 @@ def _controls(
     target: PreTrainedModel,
     cache: Snapshot,
     made: Snapshot,
-    other: Snapshot,
+    other: Snapshot | None,
     prepared: PreparedWindow,
     lead: int,
     seed: int,
+    names: Sequence[str],
 ) -> dict[str, TokenScores]:
+    """Scores of the controls ``names`` but the source's."""
     window = prepared.window
-    caches = {
-        "identity": map_arms.identity_arm(mapper, target, cache),
-        "zero": map_arms.zero_arm(made),
-        "shuffled": map_arms.shuffled_arm(mapper, made, seed),
-        "other_document": map_arms.other_document_arm(other, window.prefix_ids),
+    made_by: dict[str, Callable[[], Snapshot]] = {
+        "identity": lambda: map_arms.identity_arm(mapper, target, cache),
+        "zero": lambda: map_arms.zero_arm(made),
+        "shuffled": lambda: map_arms.shuffled_arm(mapper, made, seed),
     }
-    scores = {name: prepared.score(snapshot) for name, snapshot in caches.items()}
+    if other is not None:
+        made_by["other_document"] = lambda: map_arms.other_document_arm(other, window.prefix_ids)
+    scores = {name: prepared.score(make()) for name, make in made_by.items() if name in names}
     alone = map_arms.no_prefix_logits(target, window, lead)
     return {**scores, "no_prefix": compare(prepared.reference, alone, window.targets)}
 
 
-def _result(name: str, tally: _Tally, full: Sequence[TokenScores], none: Sequence[TokenScores], seed: int) -> ArmResult:
+def _result(
+    name: str,
+    tally: _Tally,
+    full: Sequence[TokenScores],
+    none: Sequence[TokenScores],
+    alone: Sequence[TokenScores] | None,
+    seed: int,
+    oracle: bool,
+) -> ArmResult:
     attention: tuple[float | None, ...] = ()
     if tally.attention:
         attention = tuple(_mean(column) for column in zip(*tally.attention, strict=True))
@@ -275,6 +319,8 @@ def _result(name: str, tally: _Tally, full: Sequence[TokenScores], none: Sequenc
         share=sum(tally.shares) / len(tally.shares) if tally.shares else None,
         seconds={key: median(one[key] for one in tally.seconds) for key in (tally.seconds[0] if tally.seconds else ())},
         scores=tuple(tally.scores),
+        oracle=oracle,
+        over_source=None if alone is None or name == "source" else perplexity(tally.scores, alone, seed=seed),
     )
 
 

@@ -55,7 +55,8 @@ def accept(
         InvalidInput: a text too short.
     """
     bar = floors or Floors()
-    settings = MapEvalSettings(windows, prefix, suffix, (Arm("mapped"),), seed)
+    controls = ("identity", "no_prefix", "other_document")
+    settings = MapEvalSettings(windows, prefix, suffix, (Arm("mapped"),), controls, seed)
     report = evaluate_mapper(mapper, source, target, tokenizer, text, settings, on_step=on_step)
     main, control = report.row("mapped"), report.row("other_document")
     measured = Measured(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +14,22 @@ from torch import Tensor
 
 from kvferry.errors import InvalidInput
 from kvferry.evaluate.choices import score_ends
-from kvferry.evaluate.map_arms import Arm, run_arm, source_cache
+from kvferry.evaluate.log import code_digest
+from kvferry.evaluate.map_arms import (
+    CONTROLS,
+    Arm,
+    identity_arm,
+    other_document_arm,
+    run_arm,
+    shuffled_arm,
+    source_cache,
+    zero_arm,
+)
+from kvferry.evaluate.map_fit import with_tokenizer
+from kvferry.evaluate.map_rates import Item, TaskResult, task_results
 from kvferry.evaluate.map_run import require_target
-from kvferry.evaluate.needle import NeedleGrid, PreparedTrial, make_trials
-from kvferry.evidence.statistics import Interval, bootstrap_mean, mcnemar, wilson
+from kvferry.evaluate.needle import NeedleGrid, PreparedTrial, Trial, make_trials
+from kvferry.evidence.log import ResultLog, digest
 from kvferry.hf.recompute import prefill
 from kvferry.map.mapper import Mapper
 from kvferry.snapshot import Snapshot
@@ -27,6 +39,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OnStep = Callable[[int, int, str], None]
+
+_CONTROLS = tuple(name for name in CONTROLS if name != "source")
+"""The source stands in every row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,50 +59,6 @@ class Choice:
     ends: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
     label: int
-
-
-@dataclass(frozen=True, slots=True)
-class TaskResult:
-    """One arm on one task.
-
-    Attributes:
-        name: of the task.
-        arm: how the cache was transferred.
-        n: questions.
-        chance: accuracy of guessing.
-        source, target, mapped: accuracies: of the source alone, of the target on its own cache, of the target on the
-            mapped one.
-        source_ci, target_ci, mapped_ci: Wilson's intervals.
-        difference_ci: 95% of mapped less target, paired; ``None`` for a single question.
-        p: exact McNemar test of mapped against target.
-    """
-
-    name: str
-    arm: str
-    n: int
-    chance: float
-    source: float
-    target: float
-    mapped: float
-    source_ci: Interval
-    target_ci: Interval
-    mapped_ci: Interval
-    difference_ci: Interval | None
-    p: float
-
-    @property
-    def retention(self) -> float | None:
-        """Mapped over target; ``None`` where the target gets none right."""
-        return self.mapped / self.target if self.target else None
-
-    @property
-    def retention_floor(self) -> float | None:
-        """(mapped - chance) / (target - chance); ``None`` where the target does no better than chance."""
-        return (self.mapped - self.chance) / (self.target - self.chance) if self.target > self.chance else None
-
-    def to_json(self) -> dict[str, Any]:
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return {**plain, "retention": self.retention, "retention_floor": self.retention_floor}
 
 
 def read_choices(path: str | Path, tokenizer: Any, count: int) -> list[Choice]:
@@ -121,8 +92,8 @@ def _choice(tokenizer: Any, context: str, ends: list[str], label: Any) -> Choice
     return Choice(torch.tensor([ids]), tails, tuple(len(end.encode()) for end in ends), label)
 
 
-def answer(model: PreTrainedModel, cache: Snapshot, question: Choice) -> int:
-    """The end that ``model`` finds likeliest a byte, from a cache of all of the context but its last token."""
+def answer(model: PreTrainedModel, cache: Snapshot | None, question: Choice) -> int:
+    """The end that ``model`` finds likeliest a byte, from a cache of its context but the last token, or none."""
     ends = score_ends(model, cache, question.context, question.ends)
     scores = [end.logprob / size for end, size in zip(ends, question.lengths, strict=True)]
     return max(range(len(scores)), key=scores.__getitem__)
@@ -136,29 +107,53 @@ def judge_choices(
     arms: Sequence[Arm],
     *,
     name: str = "choices",
+    controls: int = 0,
+    log: str | Path | None = None,
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> list[TaskResult]:
-    """Multiple-choice questions, contexts mapped; one result an arm.
+    """Multiple-choice questions, contexts mapped; one result an arm, then one a control.
+
+    Each model prefills a context once: the arms share what the mapper makes of it, and take their native tokens from
+    the target's own cache.
+
+    Args:
+        mapper, source, target: see `kvferry.evaluate.map_eval.evaluate_mapper`.
+        questions: from `read_choices`.
+        arms: transfers to be judged.
+        name: of the task.
+        controls: first questions that the controls (`kvferry.evaluate.map_arms.CONTROLS`) are tried on, too.
+        log: file that answers are kept in as they come; a run that was killed goes on there.
+        seed: of the shuffle and the intervals.
+        on_step: told ``(done, in all, at what)``.
 
     Raises:
         IncompatibleIdentity: models that are not the mapper's.
-        InvalidInput: no questions.
+        InvalidInput: no questions, or a log that another process writes to.
     """
     require_target(mapper, target)
-    hits: dict[str, list[bool]] = {key: [] for key in ("source", "target", *(arm.name for arm in arms))}
-    for place, question in enumerate(questions):
-        if on_step is not None:
-            on_step(place, len(questions), name)
+
+    def judged(place: int) -> Item:
+        question = questions[place]
         ids = question.context[:, :-1]
         cache, own = source_cache(mapper, source, ids), prefill(target, mapper.target, ids)
-        hits["source"].append(answer(source, cache, question) == question.label)
-        hits["target"].append(answer(target, own, question) == question.label)
-        for arm in arms:
-            made = run_arm(mapper, target, cache, arm, own).snapshot
-            hits[arm.name].append(answer(target, made, question) == question.label)
-    chance = sum(1 / len(question.ends) for question in questions) / max(1, len(questions))
-    return _results(name, hits, chance, arms, seed)
+        hits = {
+            "source": answer(source, cache, question) == question.label,
+            "target": answer(target, own, question) == question.label,
+        }
+        caches, shares = _transferred(mapper, target, cache, own, arms)
+        if place < controls:
+            other = _other_context([one.context for one in questions], place, ids.shape[1])
+            caches |= _controls(mapper, target, cache, own, source_cache(mapper, source, other), seed)
+        hits |= {key: answer(target, made, question) == question.label for key, made in caches.items()}
+        if place < controls:
+            bare = replace(question, context=question.context[:, -1:])
+            hits["no_prefix"] = answer(target, None, bare) == question.label
+        return Item(hits, shares, 1 / len(question.ends))
+
+    what = [(f"{digest(one.context.tolist())} {one.ends}", 1 / len(one.ends), None) for one in questions]
+    items = _kept(name, mapper, what, arms, controls, judged, log, seed, on_step)
+    return task_results(name, items, {arm.name: arm.oracle for arm in arms}, _CONTROLS, seed=seed)
 
 
 def judge_needles(
@@ -169,49 +164,101 @@ def judge_needles(
     grid: NeedleGrid,
     arms: Sequence[Arm],
     *,
+    controls: int = 0,
+    log: str | Path | None = None,
     seed: int = 0,
     on_step: OnStep | None = None,
 ) -> list[TaskResult]:
-    """Needles read back from mapped haystacks; one result an arm."""
+    """Needles read back from mapped haystacks; one result an arm, then one a control. Arguments as of `judge_choices`.
+
+    Another document's cache is that of another needle's haystack; with one needle there is none.
+    """
     require_target(mapper, target)
     trials = make_trials(tokenizer, grid)
-    hits: dict[str, list[bool]] = {key: [] for key in ("source", "target", *(arm.name for arm in arms))}
-    for place, trial in enumerate(trials):
-        if on_step is not None:
-            on_step(place, len(trials), "needles")
+
+    def judged(place: int) -> Item:
+        trial = trials[place]
         prepared, reader = PreparedTrial(source, trial), PreparedTrial(target, trial)
-        cache = source_cache(mapper, source, trial.token_ids[:, : trial.cached])
-        hits["source"].append(prepared.read(prepared.snapshot)[0])
-        hits["target"].append(reader.read(reader.snapshot)[0])
-        for arm in arms:
-            hits[arm.name].append(reader.read(run_arm(mapper, target, cache, arm, reader.snapshot).snapshot)[0])
-    return _results("needle", hits, 0.0, arms, seed)
+        cache, own = with_tokenizer(prepared.snapshot, mapper.source), reader.snapshot
+        hits = {"source": prepared.read(prepared.snapshot)[0], "target": reader.read(own)[0]}
+        caches, shares = _transferred(mapper, target, cache, own, arms)
+        if place < controls:
+            others = [one for one in trials if one.needle != trial.needle and one.cached == trial.cached]
+            other = None if not others else source_cache(mapper, source, others[0].token_ids[:, : trial.cached])
+            caches |= _controls(mapper, target, cache, own, other, seed)
+        hits |= {key: reader.read(made)[0] for key, made in caches.items()}
+        if place < controls:
+            hits["no_prefix"] = _read_bare(target, trial)
+        return Item(hits, shares, 0.0, f"{trial.needle} {trial.depth}")
+
+    what = [(trial.digest, 0.0, f"{trial.needle} {trial.depth}") for trial in trials]
+    items = _kept("needle", mapper, what, arms, controls, judged, log, seed, on_step)
+    return task_results("needle", items, {arm.name: arm.oracle for arm in arms}, _CONTROLS, seed=seed)
 
 
-def _results(name: str, hits: dict[str, list[bool]], chance: float, arms: Sequence[Arm], seed: int) -> list[TaskResult]:
-    own, n = hits["target"], len(hits["target"])
-    if not n:
-        raise InvalidInput(f"{name}: there are no questions")
-    rates = {key: sum(values) / n for key, values in hits.items()}
-    intervals = {key: wilson(sum(values), n) for key, values in hits.items()}
-    found = []
+def _read_bare(target: PreTrainedModel, trial: Trial) -> bool:
+    """Whether the number is read back from what follows the cached tokens alone."""
+    bare = replace(trial, token_ids=trial.token_ids[:, trial.cached - 1 :], cached=1)
+    reader = PreparedTrial(target, bare)
+    return reader.read(reader.snapshot)[0]
+
+
+def _transferred(
+    mapper: Mapper, target: PreTrainedModel, cache: Snapshot, own: Snapshot, arms: Sequence[Arm]
+) -> tuple[dict[str, Snapshot], dict[str, float]]:
+    """Each arm's cache, and the share of tokens that the target ran on."""
+    mapped = mapper.map(cache)
+    caches, shares = {}, {}
     for arm in arms:
-        mapped = hits[arm.name]
-        pairs = list(zip(mapped, own, strict=True))
-        found.append(
-            TaskResult(
-                name=name,
-                arm=arm.name,
-                n=n,
-                chance=chance,
-                source=rates["source"],
-                target=rates["target"],
-                mapped=rates[arm.name],
-                source_ci=intervals["source"],
-                target_ci=intervals["target"],
-                mapped_ci=intervals[arm.name],
-                difference_ci=bootstrap_mean([float(a) - float(b) for a, b in pairs], seed=seed),
-                p=mcnemar(sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)),
-            )
-        )
+        done = run_arm(mapper, target, cache, arm, own, mapped=mapped.clone(), native=own)
+        caches[arm.name], shares[arm.name] = done.snapshot, done.share
+    return caches, shares
+
+
+def _controls(
+    mapper: Mapper, target: PreTrainedModel, cache: Snapshot, own: Snapshot, other: Snapshot | None, seed: int
+) -> dict[str, Snapshot]:
+    made = run_arm(mapper, target, cache, Arm("mapped"), own, native=own).snapshot
+    found = {
+        "identity": identity_arm(mapper, target, cache, own),
+        "zero": zero_arm(made),
+        "shuffled": shuffled_arm(mapper, made, seed),
+    }
+    if other is not None:
+        found["other_document"] = other_document_arm(mapper.map(other), cache.token_ids)
     return found
+
+
+def _other_context(contexts: Sequence[Tensor], place: int, length: int) -> Tensor:
+    """As many tokens of the questions that come after one."""
+    found: list[Tensor] = []
+    for step in range(1, len(contexts) * length + 2):
+        found.append(contexts[(place + step) % len(contexts)])
+        if sum(one.shape[1] for one in found) >= length:
+            break
+    return torch.cat(found, dim=1)[:, :length]
+
+
+def _kept(
+    name: str,
+    mapper: Mapper,
+    what: Sequence[tuple[str, float, Hashable]],
+    arms: Sequence[Arm],
+    controls: int,
+    judged: Callable[[int], Item],
+    log: str | Path | None,
+    seed: int,
+    on_step: OnStep | None,
+) -> list[Item]:
+    """Every item: from the log where it is there, else judged now."""
+    items = []
+    of = digest([name, mapper.digest, [asdict(arm) for arm in arms], seed, code_digest()])
+    with ResultLog(log) as done:
+        for place, (said, chance, cluster) in enumerate(what):
+            if on_step is not None:
+                on_step(place, len(what), name)
+            key = f"{of} {digest([said, place < controls])}"
+            if key not in done:
+                done.add(key, judged(place).to_json())
+            items.append(Item(**done[key], chance=chance, cluster=cluster))
+    return items
