@@ -40,7 +40,9 @@ def test_map_beside_prefill(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert 0 < row["map"] < row["transfer"]
         assert row["transfer_range"][0] <= row["transfer"] <= row["transfer_range"][1]
         assert row["speedup"] == pytest.approx(row["prefill"] / (row["transfer"] + row["install"]))
-        assert row["cold"] > 0
+        assert row["cold_range"][0] <= row["cold"] <= row["cold_range"][1]
+        assert row["cold_repeats"] == 3
+        assert min(row["install"], row["source_prefill"]) > 0
         assert (row["native_prefix"], row["recompute_last"]) == (4, 5)
     assert run([str(word) for word in bench]) == 0
     assert "own prefill" in capfd.readouterr()[0]

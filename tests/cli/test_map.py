@@ -67,6 +67,8 @@ def test_fit_and_inspect(folders: tuple[str, str, Path], tmp_path: Path, capfd: 
     assert made["r2_mean"]["keys"] == pytest.approx(best["keys"])
     assert min(made["r2"]["keys"][:2]) > 0.999
     assert made["seconds"]["ratio"] > 1
+    assert made["peak_bytes"] is None or made["peak_bytes"] > made["moments_bytes"]
+    assert (made["taken_up"], made["made"]["tokens_fit"]) == (False, 8 * 116)
     assert made["digest"] == kv.Mapper.from_pretrained(folder).digest
     seen = call(capfd, "inspect", folder)
     assert (seen["kind"], seen["digest"], seen["checksums_ok"]) == ("mapper", made["digest"], True)
@@ -99,7 +101,10 @@ def test_eval(mapper: Path, folders: tuple[str, str, Path], tmp_path: Path, capf
         capfd, "map", "eval", mapper, "--text", folders[2], "--native", "0,8", "--recompute-last", 16,
         "--recompute", "attention:0.1,spread:0.1", "--tasks", questions, "--items", 3, *EVAL,
     )  # fmt: skip
-    assert [task["arm"] for task in found["tasks"]] == [row["name"] for row in found["rows"]][:6]
+    assert [task["arm"] for task in found["tasks"][:6]] == [row["name"] for row in found["rows"]][:6]
+    assert [task["arm"] for task in found["tasks"][6:]] == [
+        "identity", "no_prefix", "zero", "shuffled", "other_document",
+    ]  # fmt: skip
     assert {(task["name"], task["n"]) for task in found["tasks"]} == {("questions", 3)}
     assert found["identity_exact"] is True
     assert [row["name"] for row in found["rows"]][:6] == [

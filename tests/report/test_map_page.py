@@ -48,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
             keep(results / f"map-{direction}-bench.json", "bench", "map", mapper, "--lengths", "64", "--repeats", "1")
         mappers = {direction: folder / direction for direction in ends}
         turns(mappers, results / "map-turns.json", text, starts=1)
-        gate_rates(mappers, results / "map-gate.json", text, count=2)
+        gate_rates(mappers, results / "map-gate.json", text, records=2, handoffs=3, log=folder / "gate.jsonl")
     return Path(write_map_page(results, sorted(results.glob("map-*.json")))).read_text(encoding="utf-8")
 
 
@@ -63,20 +63,27 @@ def test_every_part_is_on_the_page(page: str) -> None:
 
 
 def test_the_gate_keeps_out_what_it_must(page: str) -> None:
-    for name in (
-        "fitted on shuffled tokens, judged",
-        "the same, under the good one's record",
-        "the same, under a record with lower floors",
-        "the good one's weights turned round, under its record",
-        "of the other direction",
-    ):
-        assert f"| {name} | 2 | 0 [0.000, " in page
+    for name, tries in {
+        "fitted on shuffled tokens, judged": 2,
+        "the same, under a record forged from the good one's": 3,
+        "of the other direction, judged": 2,
+        "of another source's weights, under a forged record": 3,
+        "with floors of its own, judged": 2,
+        "the same, under a record with those floors": 3,
+        "the good one's weights turned round, under its record": 3,
+        "the same, under a record forged to name it": 3,
+    }.items():
+        assert f"| {name} | {tries} | 0 [0.000, " in page
 
 
 def test_turns_are_ten_a_side(page: str) -> None:
     section = page.partition("## Turns")[2].partition("## ")[0]
     assert section.count(" | 10 | ") == 2
     assert section.count(" | 11 | ") == 0
+
+
+def test_extending_gives_the_same_bits(page: str) -> None:
+    assert "mapped at once: the same to the last bit (10 tries)" in page
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

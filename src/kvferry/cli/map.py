@@ -15,6 +15,7 @@ from kvferry.cli.common import Common, check_output, command, model_options, pro
 from kvferry.cli.lazy import LazyGroup
 from kvferry.cli.progress import progress
 from kvferry.errors import InvalidInput
+from kvferry.evidence.machine import peak_memory
 
 Item = TypeVar("Item")
 
@@ -185,6 +186,8 @@ def fit(
         "ridge": mapper.recipe.ridge,
         "tries": rows,
         "moments_bytes": run.calibration.nbytes,
+        "peak_bytes": peak_memory(),
+        "taken_up": run.earlier > 0,
         "made": dict(mapper.made),
         "seconds": {"fit": seconds, "models": run.model_seconds, "ratio": seconds / run.model_seconds},
     }

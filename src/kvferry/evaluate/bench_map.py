@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[int, int, str], None]
 
+COLD = 3
+"""Cold starts, at least."""
+
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -38,8 +41,10 @@ class Latency:
         install: handing the cache to the model.
         prefill: the target's own prefill of the context, into a cache that is ready for use.
         source_prefill: the source's, which has been paid before.
-        cold: loading the mapper from its folder and mapping for the first time; ``None`` where no folder is known.
-        transfer_range, prefill_range: least and most.
+        cold: loading the mapper from its folder and mapping for the first time, from files that the system may hold in
+            memory; ``None`` where no folder is known.
+        transfer_range, prefill_range, cold_range: least and most.
+        cold_repeats: how many times that was done.
     """
 
     tokens: int
@@ -53,6 +58,8 @@ class Latency:
     cold: float | None
     transfer_range: tuple[float, float]
     prefill_range: tuple[float, float]
+    cold_range: tuple[float, float] | None = None
+    cold_repeats: int = 0
 
     @property
     def speedup(self) -> float:
@@ -111,7 +118,7 @@ def bench_map(
             on_step(place, len(lengths), f"{length} tokens")
         ids = token_ids[:, :length]
         cache = prefill(source, mapper.source, ids)
-        cold = None if folder is None else _cold(folder, cache)
+        cold = [] if folder is None else [_cold(folder, cache) for _ in range(max(COLD, repeats))]
         found.append(_latency(mapper, source, target, ids, cache, cold, recompute_last, repeats, order))
     return found
 
@@ -122,7 +129,7 @@ def _latency(
     target: PreTrainedModel,
     ids: Tensor,
     cache: Snapshot,
-    cold: float | None,
+    cold: Sequence[float],
     recompute_last: int,
     repeats: int,
     order: random.Random,
@@ -167,7 +174,9 @@ def _latency(
         install=median(installs),
         prefill=median(seconds["prefill"]),
         source_prefill=median(seconds["source"]),
-        cold=cold,
+        cold=median(cold) if cold else None,
+        cold_range=(min(cold), max(cold)) if cold else None,
+        cold_repeats=len(cold),
         transfer_range=(min(seconds["transfer"]), max(seconds["transfer"])),
         prefill_range=(min(seconds["prefill"]), max(seconds["prefill"])),
     )

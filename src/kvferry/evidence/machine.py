@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from pathlib import Path
 
@@ -21,6 +22,18 @@ def git_revision() -> str | None:
     return head + (
         "+" if _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs/results") else ""
     )
+
+
+def peak_memory() -> int | None:
+    """Most resident bytes of this process since it began; ``None`` where the system does not tell (it is no Linux).
+
+    Not ``ru_maxrss``, which a process inherits from the one that starts it.
+    """
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return None if found is None else 1024 * int(found[1])
 
 
 def cpu_name() -> str:

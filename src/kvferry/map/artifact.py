@@ -39,7 +39,7 @@ _MAX_VALUES = 1 << 18
 _FIELDS = {"format", "version", "digest", "source", "target", "recipe", "made", "measures", "parts", "rotaries"}
 
 
-TIMES = frozenset({"model_seconds", "fit_seconds"})
+TIMES = frozenset({"model_seconds", "fit_seconds", "train_seconds"})
 """Of `Mapper.made`: how long it took, which is no part of what it is. Ranks of one fit differ by nothing else."""
 
 

@@ -37,7 +37,11 @@ def model_card(mapper: Mapper, nbytes: int) -> str:
         f"| first tokens left to the target | {recipe.native_prefix} |",
         f"| parameters | {mapper.parameters:,} ({nbytes:,} bytes) |",
         f"| digest | `{mapper.digest}` |",
-        *(f"| {name.replace('_', ' ')} | {_shown(value)} |" for name, value in made.items()),
+        *(
+            f"| {name.replace('_', ' ')} | {_shown(value)} |"
+            for name, value in made.items()
+            if not isinstance(value, list | dict)
+        ),
         "",
         "## Held-out R²",
         "",

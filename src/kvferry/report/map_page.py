@@ -71,14 +71,28 @@ def _pair(result: Row) -> list[str]:
 
 
 def _direction(mine: Mapping[str, Row]) -> list[str]:
-    fits = {name.removesuffix("-fit"): content["result"] for name, content in mine.items() if name.endswith("-fit")}
-    evals = {name.removesuffix("-eval"): content["result"] for name, content in mine.items() if name.endswith("-eval")}
+    def of(kind: str) -> dict[str, Row]:
+        return {
+            name.removesuffix(f"-{kind}"): content["result"]
+            for name, content in mine.items()
+            if name.endswith(f"-{kind}")
+        }
+
+    fits, evals = of("fit"), of("eval")
     lines: list[str] = []
     if fits:
         lines += ["### Fits", "", *markdown(_FIT_HEAD, [_fit_row(name, fit) for name, fit in fits.items()]), ""]
+        lines += ["*peak*: most resident memory of the process of a fit that nothing had been kept for.", ""]
         for name, fit in fits.items():
             if fit["tries"]:
                 lines += [f"Held-out R² of the tries of `{name}`:", "", *_tries(fit["tries"]), ""]
+            lines += _training(name, fit["made"])
+    if "explain" in mine:
+        plot = Path(mine["explain"]["result"]["plot"]).name
+        lines += [f"![Held-out R² of each target layer from each source layer alone]({plot})", ""]
+    if evals:
+        rows = [_r2_row(name, result) for name, result in evals.items()]
+        lines += ["### R² on text that nothing was chosen on", "", *markdown(("mapper", "keys", "values"), rows), ""]
     for name, result in evals.items():
         size = result["settings"]
         exact = "exact" if result["identity_exact"] else "**NOT exact: no row below counts**"
@@ -86,14 +100,15 @@ def _direction(mine: Mapping[str, Row]) -> list[str]:
             f"### {name}",
             "",
             f"{size['windows']} windows of {size['prefix']} + {size['suffix']} tokens; the target's own cache through "
-            f"the whole path: {exact}. *computed*: of the prefix, what the target ran on; *time*: of mapping and "
-            "of that, over the target's own prefill.",
+            f"the whole path: {exact}. *computed*: of the prefix, what the target ran on; *time*: of mapping, choosing "
+            "and of that, over the target's own prefill; *over source*: perplexity beside the source model alone.",
             "",
             *markdown(_ROW_HEAD, [_eval_row(row, result["seconds"]["prefill"]) for row in result["rows"]]),
             "",
         ]
-        if result["tasks"]:
-            lines += [*markdown(_TASK_HEAD, [_task_row(task) for task in result["tasks"]]), ""]
+        lines += _asked(result)
+    for name, result in of("tasks").items():
+        lines += [f"### {name}: questions and needles", "", *_asked(result)]
     if "bench" in mine:
         bench = mine["bench"]["result"]
         lines += ["### Latency", "", f"Medians of {bench['repeats']}, in one run.", ""]
@@ -101,7 +116,36 @@ def _direction(mine: Mapping[str, Row]) -> list[str]:
     return lines
 
 
-_FIT_HEAD = ("mapper", "layers", "λ", "R² keys", "R² values", "parameters", "bytes", "fit", "fit / models", "moments")
+def _asked(result: Row) -> list[str]:
+    """The tasks of an evaluation."""
+    if not result["tasks"]:
+        return []
+    return [*markdown(_TASK_HEAD, [_task_row(task) for task in result["tasks"]]), ""]
+
+
+def _training(name: str, made: Row) -> list[str]:
+    """How a trained variant's error on held-out sequences went."""
+    if "held_errors" not in made:
+        return []
+    judged = made["judged_by"]
+    course = ", ".join(f"{look[judged]:.4g} ({look['step']})" for look in made["held_errors"])
+    ended = "stopped early" if made["stopped_early"] else "to its end"
+    kept = f"{made['epochs_done']:g} of {made['epochs']} epochs, {ended}; kept: that of epoch {made['epoch_kept']:g}"
+    return [f"Held-out error ({judged}) of `{name}` by step: {course}. {kept}.", ""]
+
+
+def _r2_row(name: str, result: Row) -> tuple[str, ...]:
+    found = []
+    for side in ("keys", "values"):
+        known = [value for value in result["r2_judged"][side] if value is not None]
+        found.append(_number(sum(known) / len(known) if known else None))
+    return (name, *found)
+
+
+_FIT_HEAD = (
+    *("mapper", "layers", "λ", "R² keys", "R² values", "parameters", "bytes", "tokens", "fit", "fit / models"),
+    *("moments", "peak"),
+)
 
 
 def _fit_row(name: str, fit: Row) -> tuple[str, ...]:
@@ -114,9 +158,11 @@ def _fit_row(name: str, fit: Row) -> tuple[str, ...]:
         f"{fit['r2_mean']['values']:.3f}",
         f"{fit['parameters']:,}",
         f"{fit['bytes']:,}",
+        f"{fit['made']['tokens_fit']:,}",
         f"{seconds['fit']:.0f} s",
         f"{seconds['ratio']:.2f}",
         f"{fit['moments_bytes']:,}",
+        "" if fit["taken_up"] or fit["peak_bytes"] is None else f"{fit['peak_bytes']:,}",
     )
 
 
@@ -138,6 +184,7 @@ _ROW_HEAD = (
     "cosine",
     "computed",
     "time",
+    "over source",
 )
 
 
@@ -146,8 +193,9 @@ def _eval_row(row: Row, prefill: float) -> tuple[str, ...]:
     took = sum(row["seconds"].values())
     gain = row["context_gain"]
     interval = "" if gain["ci"] is None else f" [{gain['ci'][0]:.3f}, {gain['ci'][1]:.3f}]"
+    over = row["over_source"]
     return (
-        row["name"],
+        f"{row['name']} (oracle: it looks at the target's own cache)" if row["oracle"] else row["name"],
         _number(row["ppl"], 2),
         _number(row["kl_mean"], 4),
         _number(row["kl_p95"], 3),
@@ -156,11 +204,19 @@ def _eval_row(row: Row, prefill: float) -> tuple[str, ...]:
         "" if gain["recovered"] is None else f"{gain['recovered']:.3f}{interval}",
         _number(row["attention_cosine"]),
         "" if row["share"] is None else f"{100 * row['share']:.1f}%",
-        f"{100 * took / prefill:.1f}%" if took else "",
+        f"{100 * took / prefill:.1f}%" if took and not row["oracle"] else "",
+        "" if over is None else f"{over['ppl_delta_pct']:+.1f}%{_interval(over['ci'])}",
     )
 
 
-_TASK_HEAD = ("task", "cache", "n", "source", "target", "mapped", "retention", "over chance", "difference", "McNemar p")
+def _interval(ci: Sequence[float] | None) -> str:
+    return "" if ci is None else f" [{ci[0]:.3g}, {ci[1]:.3g}]"
+
+
+_TASK_HEAD = (
+    *("task", "cache", "computed", "n", "source", "target", "mapped", "retention", "over chance"),
+    *("less target", "McNemar p", "less source", "McNemar p"),
+)
 
 
 def _task_row(task: Row) -> tuple[str, ...]:
@@ -168,28 +224,33 @@ def _task_row(task: Row) -> tuple[str, ...]:
         low, high = task[f"{name}_ci"]
         return f"{task[name]:.3f} [{low:.3f}, {high:.3f}]"
 
-    ci = task["difference_ci"]
     return (
-        *(task["name"], task["arm"], str(task["n"]), rate("source"), rate("target"), rate("mapped")),
-        *(_number(task["retention"]), _number(task["retention_floor"])),
-        "" if ci is None else f"[{ci[0]:.3f}, {ci[1]:.3f}]",
-        f"{task['p']:.3g}",
+        *(task["name"], f"{task['arm']} (oracle)" if task["oracle"] else task["arm"]),
+        *("" if task["share"] is None else f"{100 * task['share']:.1f}%", str(task["n"])),
+        *(rate("source"), rate("target"), rate("mapped"), _number(task["retention"])),
+        _number(task["retention_floor"]) + _interval(task["retention_floor_ci"]),
+        *(_interval(task["difference_ci"]).strip(), f"{task['p']:.3g}"),
+        *(_interval(task["over_source_ci"]).strip(), f"{task['source_p']:.3g}"),
     )
 
 
 _BENCH_HEAD = (
-    *("tokens", "own prefill", "map", "native and recompute", "in all"),
+    *("tokens", "own prefill", "map", "native and recompute", "install", "in all", "cold start", "source's prefill"),
     *("own / map", "own / all", "own / all, cold"),
 )
 
 
 def _bench_row(row: Row) -> tuple[str, ...]:
+    cold = row["cold"]
     return (
         f"{row['tokens']:,}",
         f"{row['prefill']:.3f} s",
         f"{row['map']:.4f} s",
         f"{row['transfer'] - row['map']:.4f} s",
-        f"{row['transfer']:.4f} s",
+        f"{row['install']:.4f} s",
+        f"{row['transfer'] + row['install']:.4f} s",
+        "" if cold is None else f"{cold:.3f} s ({row['cold_repeats']})",
+        f"{row['source_prefill']:.3f} s",
         f"{row['speedup_map_only']:.1f}",
         f"{row['speedup']:.1f}",
         _number(row["speedup_cold"], 1),
@@ -217,6 +278,18 @@ def _turns(result: Row) -> list[str]:
         f"A prefills {result['first']} tokens, then both take turns of {result['turn']}; each keeps what it computed.",
         "",
         *markdown(head, rows),
+        "",
+        *_extended(result["extended"]),
+    ]
+
+
+def _extended(rows: Sequence[Row]) -> list[str]:
+    """One line: whether extending gives what mapping at once does."""
+    most = max(row["max_abs"] for row in rows)
+    splits = ", ".join(str(split) for split in sorted({row["split"] for row in rows}))
+    same = "the same to the last bit" if most == 0 else f"at most {most:.3g} apart"
+    return [
+        f"A cache that is extended from {splits} tokens and one that is mapped at once: {same} ({len(rows)} tries)."
     ]
 
 
@@ -231,7 +304,14 @@ def _gate(result: Row) -> list[str]:
         low, high = row["ci"]
         opened = f"{row['opened']} [{low:.3f}, {high:.3f}]"
         rows.append((row["mapper"], str(row["n"]), opened, _brief(row["reasons"])))
-    return markdown(("mapper", "texts", "opened, and the rate's interval", "a reason"), rows)
+    windows, prefix, suffix = result["windows"]
+    return [
+        f"Judged: a record on a text of its own, {windows} windows of {prefix} + {suffix} tokens, by the default "
+        f"floors. At a hand-off: a context of {result['context']} tokens, under a record. The same texts and contexts "
+        "for each.",
+        "",
+        *markdown(("mapper", "times", "opened, and the rate's interval", "a reason"), rows),
+    ]
 
 
 def _brief(reasons: Sequence[str]) -> str:
