@@ -190,3 +190,35 @@ def test_wrong_uses(folders: tuple[str, str, Path], tmp_path: Path, capfd: pytes
     assert not (tmp_path / "m").exists()
     assert call(capfd, "map", "explain", tmp_path, status=2)["type"] == "InvalidInput"
     assert call(capfd, "map", "eval", tmp_path / "m", status=2)["type"] == "InvalidInput"
+
+
+def test_a_trained_variant_learns_for_as_long_as_it_is_told(
+    folders: tuple[str, str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fit = ("map", "fit", *folders[:2], "--text", folders[2], "-o", tmp_path / "m", "--top-k", 1, *FIT)
+    asked = ("--variant", "ridge+e2e", "--epochs", 1, "--train-sequences", 3, "--resume", tmp_path / "kept")
+    made = call(capfd, *fit, *asked)
+    assert (made["made"]["steps"], made["made"]["settings"]["epochs"]) == (3, 1)
+    assert made["variant"] == "ridge+e2e"
+    assert made["seconds"]["fit"] >= made["made"]["train_seconds"]
+    again = call(capfd, *fit, *asked)
+    assert again["digest"] == made["digest"], "what is there already is not learnt again"
+    assert call(capfd, *fit, "--epochs", 2, status=2)["type"] == "InvalidInput"
+
+
+def test_few_controls_shares_and_a_log(
+    mapper: Path, folders: tuple[str, str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    questions, log = tmp_path / "questions.jsonl", tmp_path / "log.jsonl"
+    item = {"ctx": "A cache that", "endings": ["is mapped", "is lost"], "label": 0}
+    questions.write_text("\n".join([json.dumps(item)] * 4))
+    asked = ("--native", "", "--recompute-last", "25%", "--controls", "few", "--control-items", 0)
+    tasks = ("--tasks", questions, "--items", 4, "--log", log)
+    found = call(capfd, "map", "eval", mapper, "--text", folders[2], *asked, *tasks, *EVAL)
+    assert [row["name"] for row in found["rows"]] == ["mapped", "last 25% computed", "no_prefix"]
+    assert found["rows"][1]["share"] == pytest.approx((16 + 4) / 64)
+    assert [task["arm"] for task in found["tasks"]] == ["mapped", "last 25% computed"]
+    assert len(log.read_text().splitlines()) == 1, "the same question is asked once"
+    for wrong in ("0%", "101%", "x%"):
+        bad = call(capfd, "map", "eval", mapper, "--recompute-last", wrong, *EVAL, status=2)
+        assert "share of tokens" in bad["message"]

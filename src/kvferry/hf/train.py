@@ -52,7 +52,7 @@ class TrainSettings:
     batch: int = 4
     rate: float = 6e-4
     warmup: float = 0.04
-    keep_minutes: float = 3.0
+    keep_minutes: float = 1.5
     seed: int = 0
 
     def __post_init__(self) -> None:

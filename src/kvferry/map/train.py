@@ -84,7 +84,7 @@ VARIANTS = {
     "ridge+residual": TrainSettings(hidden=(64,), epochs=2, on_rows=0.1, on_attention=1.0),
     "mlp": TrainSettings(hidden=(1024, 1024), epochs=20, affine=False, stride=4),
     "ridge+e2e": TrainSettings(
-        hidden=(), rate=2e-4, epochs=2, on_rows=0.0, on_target=1.0, on_states=0.5, linear=True, looks=2, held=8
+        hidden=(), rate=3e-4, epochs=2, on_rows=0.0, on_target=1.0, on_states=0.5, linear=True, looks=2, held=8
     ),
 }
 """Trained variants; ``mlp`` as in the paper (arXiv 2608.03893): two layers of 1,024, Adam at 1e-3, 20 epochs, every
