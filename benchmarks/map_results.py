@@ -35,6 +35,7 @@ LINEAR: dict[str, tuple[str, ...]] = {
 }
 TRAINED: dict[str, tuple[str, ...]] = {
     "ridge+e2e": ("--variant", "ridge+e2e", "--top-k", "4", "--epochs", "4"),
+    "residual+e2e": ("--variant", "residual+e2e", "--top-k", "4", "--epochs", "4"),
     "ridge+residual": ("--variant", "ridge+residual", "--top-k", "4", "--epochs", "2", "--train-sequences", "80"),
     "mlp": ("--variant", "mlp", "--top-k", "4", "--epochs", "2", "--train-sequences", "90"),
 }
@@ -51,7 +52,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 """The paper's ablations, each beside ``sequences-40``; that itself beside ``ridge-k4``, of all sequences."""
 
 BEST = "ridge+e2e"
-"""Judged by questions and needles with all controls, and at the gate."""
+"""Judged by questions and needles with all controls, in turns and at the gate, unless `--best` names another."""
 
 WHOLE = ("--native", "0,16", "--recompute-last", "5%,12.5%", "--recompute", "attention:0.05,error:0.05")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -61,12 +62,13 @@ PARTS: dict[str, tuple[str, ...]] = {
     "residual": ("ridge+residual",),
     "mlp": ("mlp",),
     "ablations": (*ABLATIONS,),
-    "tasks": ("ridge-k4", BEST),
-    "bench": ("bench",),
-    "turns": ("turns",),
-    "gate": ("gate",),
+    "tasks": (),
+    "bench": (),
+    "turns": (),
+    "gate": (),
+    "residual-e2e": ("residual+e2e",),
 }
-"""Name → mappers or files that it makes."""
+"""Name → mappers that it fits and judges."""
 
 
 def main() -> None:
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--parent", default="smollm2-135m")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--best", default=BEST, help="mapper of tasks, turns and the gate")
     parser.add_argument("--directions", default="up,down", help="up: child to parent; down: parent to child")
     parser.add_argument("--dtype", help="of models and products; by default the faster one of this machine")
     parser.add_argument("--minutes", type=float, default=40.0, help="of distillation")
@@ -156,7 +159,7 @@ class Study:
         """Turns and the gate, which need both directions."""
         from benchmarks.map_studies import gate_rates, turns
 
-        mappers = {name: self.mapper(name, BEST) for name in ("up", "down")}
+        mappers = {name: self.mapper(name, self.given.best) for name in ("up", "down")}
         path = self.given.folder / f"map-{part}.json"
         if part == "turns":
             turns(mappers, path, self.judged)
@@ -187,7 +190,7 @@ class Study:
         if name == "ridge":
             return  # the tries; each k stands beside it
         whole = name in (*TRAINED, "ridge-k4", "head_local")
-        controls = name in ("ridge-k4", BEST)
+        controls = name in ("ridge-k4", "ridge+e2e", self.given.best)
         windows = self.given.windows if controls else self.given.windows // 2
         arguments = ("map", "eval", str(self.mapper(direction, name)), "--text", str(self.judged))
         size = ("--windows", str(windows), "--prefix", "512", "--suffix", "512")
@@ -196,10 +199,8 @@ class Study:
 
     def ask(self, direction: str) -> None:
         """Questions and needles: the best mapper with all controls; the paper's up alone, as its mappers go."""
-        for name in PARTS["tasks"]:
-            best = name == BEST
-            if not best and direction == "down":
-                continue
+        for name in (self.given.best, *(("ridge-k4",) if direction == "up" else ())):
+            best = name == self.given.best
             arms = ("--native", "", *(("--recompute-last", "10%") if best else ()))
             size = ("--windows", "2", "--prefix", "256", "--suffix", "64", "--controls", "few")
             asked = ("--tasks", str(self.tasks), "--items", str(self.given.items), "--needle")

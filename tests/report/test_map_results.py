@@ -41,7 +41,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tup
     monkeypatch.setattr(map_results, "is_kept", lambda path, _asked: path.exists())
     given = argparse.Namespace(
         folder=tmp_path / "results", data=tmp_path, parent="m", directions="up,down", dtype=None, minutes=1.0,
-        tokens=10, sequences=160, windows=16, items=400, threads=2,
+        tokens=10, sequences=160, windows=16, items=400, threads=2, best="ridge+e2e",
     )  # fmt: skip
     study = map_results.Study(given)
     for part in map_results.PARTS:
@@ -61,7 +61,7 @@ def test_every_command_is_understood(asked: dict[str, list[tuple[str, ...]]]) ->
 def test_parts_are_what_they_say(asked: dict[str, list[tuple[str, ...]]]) -> None:
     fits = {part: [c for c in commands if c[:2] == ("map", "fit")] for part, commands in asked.items()}
     assert {part: len(own) for part, own in fits.items() if own} == {
-        "linear": 12, "e2e": 2, "residual": 2, "mlp": 2, "ablations": 10,
+        "linear": 12, "e2e": 2, "residual": 2, "mlp": 2, "ablations": 10, "residual-e2e": 2,
     }  # fmt: skip
     variants = {words[words.index("--variant") + 1] for own in fits.values() for words in own if "--variant" in words}
     assert variants == {"head_local", *VARIANTS}

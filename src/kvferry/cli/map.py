@@ -80,7 +80,10 @@ def several(text: str, read: Callable[[str], Item], option: str) -> list[Item]:
     help="Source layers a target layer, or all; of several the best on the tokens held out.",
 )
 @click.option(
-    "--variant", default="ridge", show_default=True, help="ridge, head_local, ridge+residual, mlp or ridge+e2e."
+    "--variant",
+    default="ridge",
+    show_default=True,
+    help="ridge, head_local, ridge+residual, mlp, ridge+e2e or residual+e2e.",
 )
 @click.option("--ridge", "ridges", default="0.01", show_default=True, metavar="λ,…", help="Of several the best, too.")
 @click.option(

@@ -88,8 +88,8 @@ def fit(
         source, target: a matched-KV pair, from `load_model`, each in the dtype that its caches will have.
         texts: what the caches are of; the more, and the more like what will be mapped, the better.
         top_k: source layers a target layer; ``None``: all.
-        variant: ``ridge``, ``head_local`` (one source layer a head), ``ridge+residual``, ``mlp`` or ``ridge+e2e``
-            (ridge, corrected through the target by what comes out of it).
+        variant: ``ridge``, ``head_local`` (one source layer a head), ``ridge+residual``, ``mlp``, or, trained through
+            the target by what comes out of it, ``ridge+e2e`` (linear) and ``residual+e2e`` (with a hidden layer).
         ridge: λ, on moments that are sums over tokens.
         sources: ``same`` (keys from keys, values from values, as in the paper) or ``both`` (each from both).
         native_prefix: first tokens of a context that the target will prefill itself; the fit leaves them out.

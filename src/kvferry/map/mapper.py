@@ -19,7 +19,7 @@ from kvferry.snapshot.awaits import without_awaits
 from kvferry.snapshot.rope import Rotary
 from kvferry.version import __version__
 
-VARIANTS = ("ridge", "head_local", "ridge+residual", "mlp", "ridge+e2e")
+VARIANTS = ("ridge", "head_local", "ridge+residual", "mlp", "ridge+e2e", "residual+e2e")
 """Kinds of map, by the names of the papers."""
 
 

@@ -80,12 +80,13 @@ class TrainSettings:
         return self.rate * min((step + 1) / up, (steps - step) / max(1, steps - up))
 
 
+_THROUGH_TARGET = TrainSettings(rate=3e-4, on_rows=0.0, on_target=1.0, on_states=0.5, linear=True, looks=2, held=8)
+
 VARIANTS = {
     "ridge+residual": TrainSettings(hidden=(64,), epochs=2, on_rows=0.1, on_attention=1.0),
     "mlp": TrainSettings(hidden=(1024, 1024), epochs=20, affine=False, stride=4),
-    "ridge+e2e": TrainSettings(
-        hidden=(), rate=3e-4, epochs=2, on_rows=0.0, on_target=1.0, on_states=0.5, linear=True, looks=2, held=8
-    ),
+    "ridge+e2e": _THROUGH_TARGET,
+    "residual+e2e": replace(_THROUGH_TARGET, hidden=(128,), linear=False),
 }
 """Trained variants; ``mlp`` as in the paper (arXiv 2608.03893): two layers of 1,024, Adam at 1e-3, 20 epochs, every
 fourth token."""
