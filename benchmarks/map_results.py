@@ -70,6 +70,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 }
 """Name → mappers that it fits and judges."""
 
+ASKED_FOR = ("residual-e2e",)
+"""Run only where it is named: as long as ``e2e``."""
+
 
 def main() -> None:
     """Run what is asked for, then write the page."""
@@ -77,7 +80,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--parent", default="smollm2-135m")
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if part not in ASKED_FOR))
     parser.add_argument("--best", default=BEST, help="mapper of tasks, turns and the gate")
     parser.add_argument("--directions", default="up,down", help="up: child to parent; down: parent to child")
     parser.add_argument("--dtype", help="of models and products; by default the faster one of this machine")
