@@ -124,6 +124,9 @@ def modes(study: Study, reference: Answers) -> list[dict[str, Any]]:
         ("consumer, sync, chunked, no prefix cache", "sync", {**NO_CACHE, **CHUNKED}),
         ("consumer, async, few pages", "async", SMALL),
     ]
+    # What a preempted request has decoded is computed anew in one pass, with or without a connector.
+    name = "aggregated, few pages"
+    rows.append(row(name, study, study.phase(_file(name), study.job(engine=SMALL)), reference))
     for name, mode, engine in consumers:
         job = study.job(engine=engine, role="kv_consumer", extra={"store": str(store), "mode": mode})
         rows.append(row(name, study, study.phase(_file(name), job), reference))
@@ -218,6 +221,11 @@ def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[s
         "n": len(study.prompts),
         "failed": len(study.prompts) - len(finished),
         "equal_answers": equal,
+        "margins_at_parting": sorted(
+            round(margin_at_parting(answers, reference, index), 4)
+            for index in finished
+            if answers.tokens[index] != reference.tokens[index]
+        ),
         "first_token_agreement": _rate(top, len(finished)),
         "kl_first_token": _interval(divergence),
         "cached_tokens": sum(answers.cached[: len(study.prompts)]),
@@ -232,6 +240,16 @@ def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[s
             if key.startswith("vllm:kvferry_") and value
         },
     }
+
+
+def margin_at_parting(have: Answers, want: Answers, index: int) -> float:
+    """How far the reference's first choice was ahead of its second one at the first token that differs, in nats."""
+    pairs = zip(want.tokens[index], have.tokens[index], strict=False)
+    step = next((step for step, (old, new) in enumerate(pairs) if old != new), None)
+    if step is None:  # one of the two ends before
+        return math.inf
+    first, second = sorted(want.logprobs[index][step].values(), reverse=True)[:2]
+    return first - second
 
 
 def first_token_kl(have: Answers, want: Answers, index: int) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def write_engines_page(folder: Path, files: Iterable[Path]) -> str:
 _VLLM_HEAD = (
     "engine",
     "answers equal",
+    "margin",
     "failed",
     "same first token",
     "KL of the first token",
@@ -71,10 +73,13 @@ def _vllm(result: Row) -> list[str]:
         f"## vLLM: {result['model']}",
         "",
         f"{result['prompts']} prompts, {result['prompt_tokens']:,} tokens. *answers equal*: all tokens of an answer",
-        "are those of the engine without a connector (`aggregated`). *tokens not computed*: of the prompts, because",
-        "they came from a store or from the engine's own prefix cache. *store*: the files' bytes, counted outside (of",
-        "NIXL, which has no files, what it counts itself, prompts served twice twice). *first token*: median of all",
-        "prompts served together; *one by one*: mean of some that are served singly, with nothing else to do.",
+        "are those of the engine without a connector (`aggregated`). *margin*: by how much that engine preferred its",
+        "own token where answers part, in nats: median, and largest. Few pages make an engine preempt requests, and",
+        "then compute in one pass what they had decoded: rounding of its own, with or without a connector.",
+        "*tokens not computed*: of the prompts, because they came from a store or from the engine's own prefix cache.",
+        "*store*: the files' bytes, counted outside (of NIXL, which has no files, what it counts itself, prompts served",
+        "twice twice). *first token*: median of all prompts served together; *one by one*: mean of some that are served",
+        "singly, with nothing else to do.",
         "",
         *markdown(_VLLM_HEAD, [_vllm_row(row) for row in rows]),
         "",
@@ -94,6 +99,7 @@ def _vllm_row(row: Row) -> tuple[str, ...]:
     return (
         row["phase"],
         f"{row['equal_answers']} of {row['n'] - row['failed']}",
+        _margins(row["margins_at_parting"]),
         str(row["failed"]),
         _with_interval(row["first_token_agreement"], 3),
         _with_interval(row["kl_first_token"], 5),
@@ -104,6 +110,10 @@ def _vllm_row(row: Row) -> tuple[str, ...]:
         f"{row['first_token_s']:.3f}",
         "" if row["first_token_alone_s"] is None else _with_interval(row["first_token_alone_s"], 3),
     )
+
+
+def _margins(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f}, {max(values):.2f}" if values else ""
 
 
 def _lm_eval(result: Row) -> list[str]:
