@@ -38,7 +38,7 @@ NIXL_BYTES = "vllm:nixl_bytes_transferred"
 BUDGETS = (0.52, 0.28)
 NO_CACHE = {"enable_prefix_caching": False}
 CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 256}
-SMALL = {**NO_CACHE, **CHUNKED, "num_gpu_blocks_override": 13, "max_model_len": 1024}
+SMALL = {**NO_CACHE, **CHUNKED, "num_gpu_blocks_override": 7, "max_model_len": 512}
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,10 @@ def row(name: str, study: Study, answers: Answers, reference: Answers) -> dict[s
         "n": len(study.prompts),
         "failed": len(study.prompts) - len(finished),
         "equal_answers": equal,
+        "same_bits": sum(
+            answers.tokens[index] == reference.tokens[index] and answers.logprobs[index] == reference.logprobs[index]
+            for index in finished
+        ),
         "margins_at_parting": sorted(
             round(margin_at_parting(answers, reference, index), 4)
             for index in finished

@@ -85,10 +85,10 @@ def cells(page: str, first: str) -> list[list[str]]:
 
 def test_answers_are_counted_among_those_that_came(page: str) -> None:
     consumer = cells(page, "consumer")[0]
-    assert consumer[1:4] == ["1 of 2", "1.79, 1.79", "1"]  # log(0.75 / 0.125)
-    assert consumer[4].startswith("0.500 [")
-    assert consumer[6:] == ["256", "2", "1,234,567", "4", "0.200", "0.600 [0.500, 0.700]"]
-    assert cells(page, "aggregated")[0][1:3] == ["3 of 3", ""]
+    assert consumer[1:5] == ["1 of 2", "1", "1.79, 1.79", "1"]  # log(0.75 / 0.125)
+    assert consumer[5].startswith("0.500 [")
+    assert consumer[7:] == ["256", "2", "1,234,567", "4", "0.200", "0.600 [0.500, 0.700]"]
+    assert cells(page, "aggregated")[0][1:4] == ["3 of 3", "3", ""]
 
 
 def test_counters_are_those_of_the_connector(page: str) -> None:
