@@ -85,7 +85,7 @@ def main() -> None:
     study = Study(folder, make_prompts(folder, text, given.prompts), given.work)
     reference = study.phase("aggregated", study.job())
     rows = [row("aggregated", study, reference, reference)]
-    for measure in (modes, budgets, failures, peers):
+    for measure in (modes, preemptions, budgets, failures, peers):
         rows += measure(study, reference)
     result = {
         "model": given.model,
@@ -122,14 +122,35 @@ def modes(study: Study, reference: Answers) -> list[dict[str, Any]]:
         ("consumer, sync", "sync", {}),
         ("consumer, async, no prefix cache", "async", NO_CACHE),
         ("consumer, sync, chunked, no prefix cache", "sync", {**NO_CACHE, **CHUNKED}),
-        ("consumer, async, few pages", "async", SMALL),
     ]
-    # What a preempted request has decoded is computed anew in one pass, with or without a connector.
-    name = "aggregated, few pages"
-    rows.append(row(name, study, study.phase(_file(name), study.job(engine=SMALL)), reference))
     for name, mode, engine in consumers:
         job = study.job(engine=engine, role="kv_consumer", extra={"store": str(store), "mode": mode})
         rows.append(row(name, study, study.phase(_file(name), job), reference))
+    return rows
+
+
+def preemptions(study: Study, reference: Answers) -> list[dict[str, Any]]:
+    """Few pages, with and without a connector; and in float32, where rounding is too small to change a token.
+
+    What a preempted request has decoded is computed anew in one pass, by the engine itself.
+    """
+    extra = {"store": str(study.store("full"))}
+    job = study.job(engine=SMALL)
+    consumer = replace(job, role="kv_consumer", extra=extra)
+    rows = [
+        row(name, study, study.phase(_file(name), one), reference)
+        for name, one in (("aggregated, few pages", job), ("consumer, async, few pages", consumer))
+    ]
+    exact = {"dtype": "float32"}
+    extra = {"store": str(study.store("full-float32"))}
+    finer = study.phase("aggregated-float32", study.job(engine=exact))
+    study.phase("producer-float32", study.job(engine=exact, role="kv_producer", extra=extra))
+    for name, settings in (
+        ("aggregated, few pages, float32", {}),
+        ("consumer, async, few pages, float32", {"role": "kv_consumer", "extra": extra}),
+    ):
+        job = study.job(engine={**SMALL, **exact}, **settings)
+        rows.append(row(name, study, study.phase(_file(name), job), finer))
     return rows
 
 
