@@ -75,6 +75,9 @@ def test_a_transform_is_made_kept_and_used(
     assert came["bytes"] == sent["bytes"]
     assert len(call(capfd, "generate", folder, "--from-cache", packet, "--max-new", 4)["token_ids"]) == 4
 
+    (found,) = call(capfd, "audit", folder, "--packet", packet)["findings"]
+    assert found["verdict"] == "codec", "a declared loss, of a codec that cannot be done to another cache"
+
     # At the other end, with an empty cache folder, the file itself is needed, and enough.
     Path(made["kept"]).unlink()
     problem = refused(capfd, 2, "ship", "decode", packet, "-o", tmp_path / "other")

@@ -38,7 +38,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tup
         return json.dumps({"result": 1})
 
     monkeypatch.setattr(map_results, "call", call)
-    monkeypatch.setattr(map_results, "is_kept", lambda path, _asked: path.exists())
+    monkeypatch.setattr(map_results, "is_kept", lambda path, _asked, _code: path.exists())
     given = argparse.Namespace(
         folder=tmp_path / "results", data=tmp_path, parent="m", directions="up,down", dtype=None, minutes=1.0,
         tokens=10, sequences=160, windows=16, items=400, threads=2, best="ridge+e2e",

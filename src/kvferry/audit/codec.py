@@ -8,8 +8,6 @@ from kvferry.errors import KVFerryError
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.packet import Packet
 from kvferry.ship.policy import POLICIES
-from kvferry.ship.transform.plan import POLICY as KLT
-from kvferry.ship.transform.store import for_packet
 from kvferry.snapshot import Snapshot
 
 ROOM = 1.02
@@ -19,9 +17,6 @@ ROOM = 1.02
 def codec_of(packet: Packet) -> Callable[[Snapshot], Snapshot] | None:
     """A function that sends a cache through a packet of the same policy, budget and quantisers; ``None`` where the
     policy is not known here."""
-    if packet.policy == KLT:
-        transform = for_packet(packet.report.get("transform"))
-        return lambda own: decode(encode(own, min(1.0, packet.budget * ROOM), KLT, transform=transform))
     policy = POLICIES.get(packet.policy)
     if policy is None:
         return None
