@@ -148,6 +148,11 @@ mooncake: $(STAMP)
 	$(BIN)/python -c "import mooncake.engine" 2>/dev/null || { apt-get update -qq && apt-get install -y -qq libibverbs1; }
 	$(BIN)/python -c "import mooncake.engine"
 
+# Triton, for the kernels of GPU tensors, whose tests run on its interpreter where there is no GPU.
+.PHONY: triton
+triton: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps triton==3.9.0
+
 # kvpress, whose scorers rank tokens: what it needs to be imported, without the rest of its list.
 .PHONY: kvpress
 kvpress: $(STAMP)
