@@ -51,6 +51,12 @@ inline void rotate_vectors(__m512* v) {
 
 // Rotated values of n rows, in the vectors' own order, and each group's largest magnitude as a pattern, which is that of
 // an infinity or a NaN where some value is not finite: every sum of a group takes in all of its values.
+// Elements of 16 bits are not divided by the group's width before the rotation, but their scales and inverses after it:
+// all of their sums are the same but for that power of two, down to the least number that fp32 has. `finish_rotated` tells
+// where they come near the other end.
+template <Dtype D>
+constexpr bool kDivided = D == Dtype::fp32;
+
 template <Dtype D, int N, bool MEAN>
 KVFERRY_APART void rotate_rows(uint8_t* const* rows, uint8_t* const* ahead, int64_t n, int64_t groups,
                                const float* mean, float* values, int32_t* top) {
@@ -70,7 +76,7 @@ KVFERRY_APART void rotate_rows(uint8_t* const* rows, uint8_t* const* ahead, int6
         for (int j = 0; j < 4; ++j) {
           v[k + j] = block.v[j];
           if constexpr (MEAN) v[k + j] = _mm512_sub_ps(v[k + j], _mm512_load_ps(mean + g * N + (k + j) * 16));
-          v[k + j] = _mm512_mul_ps(v[k + j], share);
+          if constexpr (kDivided<D>) v[k + j] = _mm512_mul_ps(v[k + j], share);
         }
       }
       rotate_vectors<kCount, kEvenOdd<D>>(v);
@@ -93,16 +99,16 @@ KVFERRY_APART void rotate_rows(uint8_t* const* rows, uint8_t* const* ahead, int6
   V::fold_tops(tops, top);
 }
 
-// Scales and inverses of n groups; returns whether some group is not finite.
+// Scales and inverses of n groups; returns whether some group is not finite, or too large for what is left undivided.
 KVFERRY_APART bool finish_rotated(const int32_t* __restrict top, float* __restrict inverse, uint32_t* __restrict code,
-                                  int64_t n, float share) {
+                                  int64_t n, float share, float undivided, int32_t largest) {
   uint32_t found = 0;
   for (int64_t i = 0; i < up(n, kLanes); ++i) {
     const uint32_t c = scale_code(float_of(uint32_t(top[i])) * share);
-    const float scale = float_of(c << 15), inv = 1.0f / scale;
+    const float scale = float_of(c << 15), inv = (1.0f / scale) * undivided;
     inverse[i] = float_of(bits_of(inv) & ~ones_if(scale == 0.0f));
     code[i] = c;
-    found |= ones_if(top[i] >= int32_t(Traits<Dtype::fp32>::infinity));
+    found |= ones_if(top[i] >= largest);
   }
   return found != 0;
 }
@@ -179,6 +185,8 @@ KVFERRY_APART void encode_batches(const Rows& x, const Section& t, int64_t head,
   const float* mean = mean_of<D>(x, t, head, s);
   if (mean != nullptr)
     for (int64_t c = 0; c < x.dim; c += 64) V::template lanes_in<D>(mean + c, s.mean_lanes + c);
+  const float undivided = kDivided<D> ? 1.0f : 1.0f / float(N);
+  const int32_t largest = kDivided<D> ? int32_t(Traits<Dtype::fp32>::infinity) : int32_t(bits_of(1.0f / kSafeFloor));
   for (int64_t rank = first; rank < last; rank += s.batch) {
     const int64_t n = least(s.batch, last - rank), units = n * t.groups, place = head * t.count + rank;
     find_batch(x, t, head, rank, n, last, s);
@@ -186,7 +194,8 @@ KVFERRY_APART void encode_batches(const Rows& x, const Section& t, int64_t head,
       rotate_rows<D, N, false>(s.rows, s.ahead, n, t.groups, nullptr, s.block, s.top);
     else
       rotate_rows<D, N, true>(s.rows, s.ahead, n, t.groups, s.mean_lanes, s.block, s.top);
-    if (finish_rotated(s.top, s.factor, s.scale_codes, units, 1.0f / float(1 << (t.bits - 1)))) {
+    const float share = 1.0f / float(1 << (t.bits - 1)) * undivided;
+    if (finish_rotated(s.top, s.factor, s.scale_codes, units, share, undivided, largest)) {
       encode_groups<D, N>(x, t, head, rank, rank + n, s);
       continue;
     }
@@ -216,45 +225,44 @@ inline void unpack_any_rows(int bits, const uint8_t* in, int64_t row_bytes, int6
   }
 }
 
-// Scales over the group's width; returns whether all groups are plain: no value, whatever its codes, comes near the end of
-// the format. `room` is what the mean leaves.
-KVFERRY_APART bool open_rotated(const uint8_t* scale_bytes, float* __restrict factor, int64_t n, float share,
-                                float most_steps, float room) {
+// Scales; returns whether all groups are plain: no value, whatever its codes, comes near either end of the format, so that
+// it need not be divided by the group's width before the rotation and multiplied after it. `room` is what the mean leaves.
+KVFERRY_APART bool open_rotated(const uint8_t* scale_bytes, float* __restrict factor, int64_t n, float most_steps,
+                                float room) {
   uint32_t found = 0;
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t code = read<uint16_t>(scale_bytes + 2 * i);
     const float scale = float_of(code << 15);
-    factor[i] = scale * share;
-    found |= ones_if((code > kLargestScale) | !(scale * most_steps < room));
+    factor[i] = scale;
+    found |= ones_if((code > kLargestScale) | !(scale * most_steps < room) | !(scale >= kSafeFloor));
   }
   return found == 0;
 }
 
-template <Dtype D, int N, bool MEAN>
+template <Dtype D, int N, bool MEAN, bool STREAM>
 KVFERRY_APART void restore_rows(const uint8_t* codes, const float* factor, int64_t n, int64_t groups, float middle,
                                 const float* mean, uint8_t* const* rows) {
   constexpr int kCount = N / 16;
-  constexpr bool kSafe = D == Dtype::bf16 && V::kHardwareBf16;  // its instruction takes subnormals for zero
-  const __m512 centre = _mm512_set1_ps(middle), width = _mm512_set1_ps(float(N));
   for (int64_t i = 0; i < n; ++i) {
     uint8_t* row = rows[i];
     for (int64_t g = 0; g < groups; ++g, ++factor, codes += N, row += N * kItem<D>) {
-      const __m512 step = _mm512_set1_ps(*factor);
+      // Codes less the middle, times the step: no product of so few bits is rounded.
+      const __m512 step = _mm512_set1_ps(*factor), offset = _mm512_set1_ps(-middle * *factor);
       __m512 v[kCount];
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; k += 4) {
         const auto block = V::template widen<D>(V::load_codes(codes + k * 16));
-        for (int j = 0; j < 4; ++j) v[k + j] = _mm512_mul_ps(_mm512_sub_ps(block.v[j], centre), step);
+        for (int j = 0; j < 4; ++j) v[k + j] = _mm512_fmadd_ps(block.v[j], step, offset);
       }
       rotate_vectors<kCount, kEvenOddOut<D>>(v);
 #pragma GCC unroll 4
       for (int k = 0; k < kCount; k += 4) {
         typename V::Floats block;
         for (int j = 0; j < 4; ++j) {
-          block.v[j] = _mm512_mul_ps(v[k + j], width);
+          block.v[j] = v[k + j];
           if constexpr (MEAN) block.v[j] = _mm512_add_ps(block.v[j], _mm512_load_ps(mean + g * N + (k + j) * 16));
         }
-        V::template put<D, kSafe>(row + k * 16 * kItem<D>, block);
+        V::template put<D, false, STREAM>(row + k * 16 * kItem<D>, block);
       }
     }
   }
@@ -269,18 +277,67 @@ KVFERRY_APART void decode_batches(const Rows& x, const Section& t, int64_t head,
   if (mean != nullptr) {
     for (int64_t c = 0; c < x.dim; c += 64) V::template lanes_out<D>(mean + c, s.mean_lanes + c);
     if (!(largest_magnitude(mean, x.dim) < room)) room = 0.0f;  // a NaN is larger
+    // Nor may a sum become subnormal, which the conversion to bfloat16 takes for zero.
+    for (int64_t c = 0; c < x.dim; ++c)
+      if (mean[c] != 0.0f && !(mean[c] >= kSafeFloor) && !(mean[c] <= -kSafeFloor)) room = 0.0f;
   }
   for (int64_t rank = first; rank < last; rank += s.batch) {
     const int64_t n = least(s.batch, last - rank), units = n * t.groups, place = head * t.count + rank;
-    if (!open_rotated(t.scales + place * t.groups * 2, s.factor, units, 1.0f / float(N), half * float(N), room)) {
+    if (!open_rotated(t.scales + place * t.groups * 2, s.factor, units, half * float(N), room)) {
       decode_groups<D, N>(x, t, head, rank, rank + n, s);
       continue;
     }
     find_batch(x, t, head, rank, n, last, s);
     unpack_any_rows(t.bits, t.codes + place * t.row_bytes, t.row_bytes, n, x.dim, s.opened);
-    if (mean == nullptr)
-      restore_rows<D, N, false>(s.opened, s.factor, n, t.groups, middle, nullptr, s.rows);
-    else
-      restore_rows<D, N, true>(s.opened, s.factor, n, t.groups, middle, s.mean_lanes, s.rows);
+    const auto restore = mean == nullptr ? s.stream ? &restore_rows<D, N, false, true> : &restore_rows<D, N, false, false>
+                         : s.stream      ? &restore_rows<D, N, true, true>
+                                         : &restore_rows<D, N, true, false>;
+    restore(s.opened, s.factor, n, t.groups, middle, s.mean_lanes, s.rows);
   }
+}
+
+// Sums of the rows of a head into `s.mean`, as kernels_means.hpp has them, eight rows at a time; rows of whole vectors, side
+// by side. Returns whether all sums are finite: so are the rows then.
+template <Dtype D>
+KVFERRY_APART bool sum_batches(const Rows& x, const Section& t, int64_t head, const Rotated& s) {
+  using Floats = typename V::Floats;
+  const auto load = [&](int64_t rank, int64_t c) {
+    return V::template load<D>(row_of(x, t, head, rank) + c * kItem<D>);
+  };
+  const auto plus = [](Floats a, const Floats& b) {
+    for (int k = 0; k < 4; ++k) a.v[k] = _mm512_add_ps(a.v[k], b.v[k]);
+    return a;
+  };
+  const auto put = [](float* p, const Floats& f) {
+    for (int k = 0; k < 4; ++k) _mm512_store_ps(p + 16 * k, f.v[k]);
+  };
+  const int64_t blocks = t.count / 8, row = x.dim * kItem<D>, ahead = most<int64_t>(8, (4 << 10) / row);
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = 8 * block;
+    for (int64_t i = 0; i < 8; ++i) fetch(row_of(x, t, head, least(first + i + ahead, t.count - 1)), row);
+    for (int64_t c = 0; c < x.dim; c += 64) {
+      Floats sum = plus(plus(plus(load(first, c), load(first + 1, c)), plus(load(first + 2, c), load(first + 3, c))),
+                        plus(plus(load(first + 4, c), load(first + 5, c)), plus(load(first + 6, c), load(first + 7, c))));
+      int level = 3;
+      for (int64_t carry = block; carry & 1; carry >>= 1, ++level) sum = plus(V::floats(level_of(s, level) + c), sum);
+      put(level_of(s, level) + c, sum);
+    }
+  }
+  for (int64_t rank = 8 * blocks; rank < t.count; ++rank)
+    for (int64_t c = 0; c < x.dim; c += 64) {
+      Floats sum = load(rank, c);
+      int level = 0;
+      for (int64_t carry = rank; carry & 1; carry >>= 1, ++level) sum = plus(V::floats(level_of(s, level) + c), sum);
+      put(level_of(s, level) + c, sum);
+    }
+  close_sums(s, t.count, x.dim);
+  if (kEvenOdd<D>)
+    for (int64_t c = 0; c < x.dim; c += 32) {
+      const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+      const __m512 even = _mm512_load_ps(s.mean + c), odd = _mm512_load_ps(s.mean + c + 16);
+      _mm512_store_ps(s.mean + c, _mm512_permutex2var_ps(even, first, odd));
+      _mm512_store_ps(s.mean + c + 16, _mm512_permutex2var_ps(even, second, odd));
+    }
+  return largest_magnitude(s.mean, x.dim) < float_of(Traits<Dtype::fp32>::infinity);
 }

@@ -120,7 +120,7 @@ void measure(const Kernels& kernels, const Rows& x, const Section& t, const floa
         source.tokens = t.index == nullptr ? count : x.tokens;
         lay_out(section, source, scratch + working);
         if (t.family == Family::cen) std::memcpy(section.minima, means.data() + head * row, size_t(row));
-        kernels.encode(source, section, 0, 0, count, scratch);
+        kernels.encode(source, section, 0, 0, count, scratch, false);
         const Rows back = {decoded, 1, count, x.dim, 0, row, item_bytes(x.dtype), x.dtype};
         Section read = section;
         read.index = nullptr;

@@ -50,7 +50,7 @@ struct Menu {
 struct Kernels {
   const char* name;
   size_t (*scratch_bytes)(const Rows&, const Section&);
-  void (*encode)(const Rows&, const Section&, int64_t head, int64_t first, int64_t last, uint8_t* scratch);
+  void (*encode)(const Rows&, const Section&, int64_t head, int64_t first, int64_t last, uint8_t* scratch, bool stream);
   void (*decode)(const Rows&, const Section&, int64_t head, int64_t first, int64_t last, uint8_t* scratch, bool stream);
   void (*means)(const Rows&, const Section&, int64_t head, uint8_t* scratch);  // cen: before any token of it is encoded
   // For what chooses among quantisers (kernels_choice.hpp).

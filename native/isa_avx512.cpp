@@ -190,7 +190,7 @@ struct V {
 
   static void stream_row(uint8_t* to, const uint8_t* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64)
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_load_si512(from + i));
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
   }
 
   template <Dtype D>

@@ -16,7 +16,8 @@ struct Scratch {
   uint8_t* staged[kRows];       // where they are in the scratch block, if gathered
   int batch;          // rows a batch: all of it stays in the first cache level
   uint8_t* gathered;  // a batch of elements, where rows cannot be read or written where they are
-  bool stream;        // decode: rows go from there to their place by streaming stores
+  bool stream;        // rows of decode go from there, codes of encode from `coded`, to their place by streaming stores
+  uint8_t* coded;     // encode: a batch of packed rows
   uint8_t* codes;     // a batch of rows, one byte a code, each padded by V::U
   int32_t *low_keys, *high_keys;
   float *low, *factor, *low_lanes, *factor_lanes;  // factor: 1 / scale in encode, scale in decode
@@ -29,7 +30,7 @@ struct Scratch {
 inline int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Carves the scratch block; with base == nullptr it only measures.
-inline size_t carve(Scratch& s, const Rows& x, const Section& t, bool stream, uint8_t* base) {
+inline size_t carve(Scratch& s, const Rows& x, const Section& t, bool encode, bool stream, uint8_t* base) {
   const int64_t width = up(x.dim, V::U) + V::U;
   const int64_t fitting = (16 << 10) / (x.dim * item_bytes(x.dtype)) / kLanes * kLanes;
   s.batch = int(most<int64_t>(kLanes, least<int64_t>(kRows, fitting)));
@@ -43,7 +44,9 @@ inline size_t carve(Scratch& s, const Rows& x, const Section& t, bool stream, ui
   s.gathered_stride = up(width * item_bytes(x.dtype), 64);
   s.codes_stride = up(width, 64);
   s.stream = stream;
-  s.gathered = x.dim_stride == item_bytes(x.dtype) && !stream ? nullptr : take(s.gathered_stride * s.batch);
+  const bool direct = x.dim_stride == item_bytes(x.dtype) && (encode || !stream);
+  s.gathered = direct && base ? nullptr : take(s.gathered_stride * s.batch);
+  s.coded = take(t.row_bytes * s.batch + 64);
   s.codes = take(s.codes_stride * s.batch + 64);
   s.low_keys = reinterpret_cast<int32_t*>(take(units * 4));
   s.high_keys = reinterpret_cast<int32_t*>(take(units * 4));
@@ -139,6 +142,14 @@ KVFERRY_APART uint32_t finish_ranges(const int32_t* __restrict low_key, const in
     found |= uint32_t(marked) | uint32_t(c == kLargestScale) << 1;
   }
   return found;
+}
+
+// Past the caches: whole lines by streaming stores, and what is left at both ends by plain ones.
+KVFERRY_APART void stream_out(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  const int64_t head = least(bytes, int64_t(-reinterpret_cast<uintptr_t>(to) & 63)), whole = (bytes - head) / 64 * 64;
+  __builtin_memcpy(to, from, size_t(head));
+  V::stream_row(to + head, from + head, whole);
+  __builtin_memcpy(to + head + whole, from + head + whole, size_t(bytes - head - whole));
 }
 
 template <class Word>
@@ -271,11 +282,12 @@ KVFERRY_APART void encode_rowwise(const Rows& x, const Section& t, int64_t head,
       write_words<typename Traits<D>::Bits>(t.minima + unit0 * kItem<D>, s.minima, n * groups);
     }
     write_words<uint16_t>(t.scales + unit0 * 2, s.scale_codes, n * groups);
-    uint8_t* out = t.codes + (head * t.count + rank) * t.row_bytes;
+    uint8_t *place = t.codes + (head * t.count + rank) * t.row_bytes, *out = s.stream ? s.coded : place;
     if (vectors && found == kPlain)
       code_rows<D, BITS, SYM>(s.rows, s.ahead, n, s.low, s.factor, groups, size, out, t.row_bytes, s.codes);
     else
       code_rows_careful<D, BITS, SYM>(s, n, x.dim, groups, size, out, t.row_bytes);
+    if (s.stream) stream_out(place, out, n * t.row_bytes);
   }
 }
 

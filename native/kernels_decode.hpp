@@ -290,20 +290,21 @@ size_t scratch_bytes(const Rows& x, const Section& t) {
     return carve_rotated(s, x, t, nullptr);
   }
   Scratch s;
-  return carve(s, x, t, true, nullptr);
+  return carve(s, x, t, false, true, nullptr);
 }
 
-void encode(const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last, uint8_t* scratch) {
-  if (is_rotated(t)) return any_rotated(true, x, t, head, first, last, scratch);
+void encode(const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last, uint8_t* scratch,
+            bool stream) {
+  if (is_rotated(t)) return any_rotated(true, x, t, head, first, last, scratch, false);
   Scratch s;
-  carve(s, x, t, false, scratch);
+  carve(s, x, t, true, stream && V::kStreams, scratch);
   choose(true, x, t)(x, t, head, first, last, s);
 }
 
 void decode(const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last, uint8_t* scratch,
             bool stream) {
-  if (is_rotated(t)) return any_rotated(false, x, t, head, first, last, scratch);
+  if (is_rotated(t)) return any_rotated(false, x, t, head, first, last, scratch, stream && may_stream(x));
   Scratch s;
-  carve(s, x, t, stream && may_stream(x), scratch);
+  carve(s, x, t, false, stream && may_stream(x), scratch);
   choose(false, x, t)(x, t, head, first, last, s);
 }

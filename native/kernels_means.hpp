@@ -17,6 +17,10 @@ inline void close_sums(const Rotated& s, int64_t rows, int64_t dim) {
     if (rows >> level & 1) add_row(s.mean, level_of(s, level), dim);
 }
 
+#if defined(__AVX512F__)
+template <Dtype D>
+bool sum_batches(const Rows& x, const Section& t, int64_t head, const Rotated& s);  // avx512_rotated.hpp
+#else
 // Rows as they come, elements side by side in whole vectors; returns whether all of them are finite.
 template <Dtype D>
 KVFERRY_APART bool sum_plain_rows(const Rows& x, const Section& t, int64_t head, const Rotated& s) {
@@ -40,6 +44,7 @@ KVFERRY_APART bool sum_plain_rows(const Rows& x, const Section& t, int64_t head,
   close_sums(s, t.count, x.dim);
   return uint32_t(largest_lane(worst)) < Traits<D>::infinity;
 }
+#endif
 
 // Any rows; those that are not finite count as zeros. Returns how many are.
 template <Dtype D>
@@ -60,8 +65,13 @@ KVFERRY_APART int64_t sum_rows(const Rows& x, const Section& t, int64_t head, co
 template <Dtype D>
 void write_means(const Rows& x, const Section& t, int64_t head, Rotated& s) {
   int64_t finite = t.count;
-  const bool vectors = x.dim_stride == kItem<D> && x.dim % kWide == 0;
-  if (!vectors || !sum_plain_rows<D>(x, t, head, s)) finite = sum_rows<D>(x, t, head, s);
+  bool done = false;
+#if defined(__AVX512F__)
+  if (x.dim_stride == kItem<D> && x.dim % 64 == 0) done = sum_batches<D>(x, t, head, s);
+#else
+  if (x.dim_stride == kItem<D> && x.dim % kWide == 0) done = sum_plain_rows<D>(x, t, head, s);
+#endif
+  if (!done) finite = sum_rows<D>(x, t, head, s);
   const float share = 1.0f / float(finite > 0 ? finite : 1);
   for (int64_t c = 0; c < x.dim; ++c) {
     const float mean = s.mean[c] * share;

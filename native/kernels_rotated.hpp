@@ -52,6 +52,7 @@ struct Rotated {
   uint8_t* codes;
   float* sums;  // means: a row each for the levels of the tree
   int64_t stride;
+  bool stream;  // decode: rows go to their place past the caches
   // Where vectors hold 64 elements, a batch of rows:
   int64_t batch;
   float *block, *factor, *mean_lanes;  // rotated values; a group's 1 / scale or scale / width; means in lanes' order
@@ -331,8 +332,9 @@ void code_groups(bool encode, const Rows& x, const Section& t, int64_t head, int
 
 template <Dtype D>
 void code_rotated(bool encode, const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last,
-                  uint8_t* scratch) {
+                  uint8_t* scratch, bool stream) {
   Rotated s;
+  s.stream = stream;
   carve_rotated(s, x, t, scratch);
   if (x.dim_stride == kItem<D>) {
     if (t.groups * 64 == x.dim) return code_groups<D, 64>(encode, x, t, head, first, last, s);
@@ -343,10 +345,10 @@ void code_rotated(bool encode, const Rows& x, const Section& t, int64_t head, in
 }
 
 void any_rotated(bool encode, const Rows& x, const Section& t, int64_t head, int64_t first, int64_t last,
-                 uint8_t* scratch) {
-  if (x.dtype == Dtype::bf16) return code_rotated<Dtype::bf16>(encode, x, t, head, first, last, scratch);
-  if (x.dtype == Dtype::fp16) return code_rotated<Dtype::fp16>(encode, x, t, head, first, last, scratch);
-  code_rotated<Dtype::fp32>(encode, x, t, head, first, last, scratch);
+                 uint8_t* scratch, bool stream) {
+  if (x.dtype == Dtype::bf16) return code_rotated<Dtype::bf16>(encode, x, t, head, first, last, scratch, stream);
+  if (x.dtype == Dtype::fp16) return code_rotated<Dtype::fp16>(encode, x, t, head, first, last, scratch, stream);
+  code_rotated<Dtype::fp32>(encode, x, t, head, first, last, scratch, stream);
 }
 
 inline bool is_rotated(const Section& t) { return t.family == Family::had || t.family == Family::cen; }

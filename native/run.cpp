@@ -124,8 +124,10 @@ void run(const Kernels& kernels, bool encode, const Rows& x, const Section* sect
   }
   const int64_t tiles = (length + tile - 1) / tile;
   // What does not fit the caches is written past them: they would first have to read each line.
-  const bool stream = !encode && bytes >= kStreamBytes;
-  const bool fetch = !alone && !stream && selected * 2 >= length && row >= 64 && x.dim_stride == item_bytes(x.dtype);
+  int64_t coded = 0;
+  for (int k = 0; k < n_sections; ++k) coded += sections[k].total_bytes;
+  const bool stream = (encode ? coded : bytes) >= kStreamBytes;
+  const bool fetch = !alone && (encode || !stream) && selected * 2 >= length && row >= 64 && x.dim_stride == item_bytes(x.dtype);
 
   std::vector<const Section*> centred;
   for (int k = 0; encode && k < n_sections; ++k)
@@ -158,7 +160,7 @@ void run(const Kernels& kernels, bool encode, const Rows& x, const Section* sect
           last = cut(section, last);
           if (first >= last) continue;
           if (encode)
-            kernels.encode(x, section, head, first, last, scratch);
+            kernels.encode(x, section, head, first, last, scratch, stream);
           else
             kernels.decode(x, section, head, first, last, scratch, stream);
         }

@@ -228,6 +228,32 @@ def test_mixed_tiers_in_one_pass(level: str, dtype: torch.dtype, tokens: int) ->
     assert same(want, got)
 
 
+def test_what_does_not_fit_the_caches() -> None:
+    """Codes and rows then go past them, whole lines at a time, wherever the section begins."""
+    x = torch.randn(2, 66_001, 128, generator=torch.manual_seed(3)).to(torch.bfloat16)
+    even = torch.arange(0, x.shape[1], 2)
+    for specs in (("sym8",), ("asym8g64",), ("had4g64",), ("cen4g64",), ("sym8", "asym8g64")):
+        indices = (None,) if len(specs) == 1 else (even, even[:-1] + 1)
+        want, tiers = [], []
+        for place, (spec, index) in enumerate(zip(specs, indices, strict=True)):
+            want.append(section(spec, x, index))
+            quantizer(spec).encode(x, index, want[-1])
+            room = torch.empty(want[-1].numel() + 64, dtype=torch.uint8)[13 + place :][: want[-1].numel()]
+            tiers.append(native.Tier(spec, index, room))
+        back = torch.zeros_like(x)
+        for tier, data in zip(tiers, want, strict=True):
+            quantizer(tier.spec).decode(data, tier.index, back)
+        for level in LEVELS:
+            with native.forced_isa(level):
+                for tier in tiers:
+                    tier.data.fill_(0x5A)
+                assert native.encode_mixed(x, tiers, 1)
+                assert all(torch.equal(tier.data, data) for tier, data in zip(tiers, want, strict=True)), (specs, level)
+                out = torch.full_like(x, 7.0)
+                assert native.decode_mixed(out, tiers, 1)
+                assert same(out, back), (specs, level)
+
+
 def test_subnormals_survive_a_flushing_caller() -> None:
     """A thread that flushes subnormals to zero still gets the exact bytes, and its mode back."""
     x = (torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(5)) * 1e-37).to(torch.float32)
