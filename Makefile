@@ -32,7 +32,7 @@ test: test-main test-vllm
 # A file at a time on each core; real models run with one thread.
 test-main: export KVFERRY_TEST_THREADS = 1
 test-main: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
