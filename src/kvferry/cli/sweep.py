@@ -166,7 +166,7 @@ def settled(methods: Sequence[Method], model: Any, int4_allowed: bool | None) ->
     """``methods``, those of adaptive, auto and klt with what is kept of ``model``; `InvalidInput` where nothing is."""
     from kvferry.evaluate.kept import int4_answer
     from kvferry.hf.identity import identity_of
-    from kvferry.ship.encode import AUTO
+    from kvferry.ship.plan import DEFAULT
     from kvferry.ship.transform.plan import POLICY
     from kvferry.ship.transform.store import for_model, kept_for
 
@@ -174,7 +174,7 @@ def settled(methods: Sequence[Method], model: Any, int4_allowed: bool | None) ->
         if method.policy == POLICY:
             yield replace(method, transform=for_model(identity_of(model)).digest)
             continue
-        if method.policy == AUTO:
+        if method.policy == DEFAULT:
             kept = kept_for(identity_of(model))
             yield method if kept is None else replace(method, transform=kept.digest)
             continue

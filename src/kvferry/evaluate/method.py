@@ -133,7 +133,7 @@ def expand(
     """
     from kvferry.ship.allocate import TierSpecs
     from kvferry.ship.importance import scorer_named
-    from kvferry.ship.plan import FAST
+    from kvferry.ship.plan import COMPOSED
     from kvferry.ship.policy import POLICIES
     from kvferry.ship.transform.plan import POLICY as KLT
 
@@ -149,8 +149,8 @@ def expand(
         if name == KLT:  # ranks and quantises by its transform
             methods += [Method(KLT, budget) for budget in budgets]
             continue
-        if name not in ("auto", FAST) and name not in POLICIES:
-            known = ", ".join(["auto", FAST, *POLICIES, KLT, *CONTROLS])
+        if name not in COMPOSED and name not in POLICIES:
+            known = ", ".join([*COMPOSED, *POLICIES, KLT, *CONTROLS])
             raise InvalidInput(f"unknown policy {name!r}; there are {known}")
         fixed = name in POLICIES and POLICIES[name].least == POLICIES[name].most
         if not fixed and not (budgets or nominal_budgets):

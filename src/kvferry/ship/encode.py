@@ -12,7 +12,7 @@ import torch
 from kvferry.errors import BudgetTooSmall, InvalidInput
 from kvferry.ship.allocate import TierSpecs
 from kvferry.ship.packet import Packet
-from kvferry.ship.plan import EncodePlan, Scores, nonfinite_tokens, plan
+from kvferry.ship.plan import DEFAULT, EncodePlan, Scores, nonfinite_tokens, plan
 from kvferry.ship.policy.tiers import N_SINK
 from kvferry.ship.reader import FREE_BYTES, MAX_EXPANSION, PacketReader, read_all
 from kvferry.ship.sizing import round_budget
@@ -20,8 +20,6 @@ from kvferry.ship.transform.outliers import outlying_tokens
 from kvferry.ship.transform.plan import POLICY, TransformJob, TransformPlan
 from kvferry.ship.transform.store import Given, for_model, kept_for
 from kvferry.snapshot import Snapshot
-
-AUTO = "auto"
 
 TRANSFORM_BELOW = 0.4
 """Budget below which ``auto`` takes the policy ``klt`` where it can. At 0.4 both it and ``fast`` are at the noise of a
@@ -105,11 +103,11 @@ def any_plan(
     given: object = budget
     if not (given is None or isinstance(given, Real)):
         raise InvalidInput(f"budget = {budget!r}: it is a number, a fraction of the 16-bit packet")
-    if policy == AUTO:
+    if policy == DEFAULT:
         return _auto_plan(snapshot, budget, scores, transform, nonce, options)
     if policy != POLICY:
         if transform is not None:
-            raise InvalidInput(f"a transform is for policies {POLICY} and {AUTO}, not for {policy}")
+            raise InvalidInput(f"a transform is for policies {POLICY} and {DEFAULT}, not for {policy}")
         return plan(snapshot, budget, policy, scores, nonce=nonce, **options)
     unused = _named(options)
     if scores is not None or unused:
@@ -128,26 +126,25 @@ def _auto_plan(
 ) -> EncodePlan | TransformPlan:
     """The better one of ``klt`` and ``fast`` at this budget, or what is left where it has no plan of so few bytes."""
 
-    def fast() -> EncodePlan | TransformPlan:
-        return plan(snapshot, budget, AUTO, scores, nonce=nonce, **options)
+    def fast() -> EncodePlan:
+        return plan(snapshot, budget, DEFAULT, scores, nonce=nonce, **options)
+
+    def coded() -> EncodePlan | TransformPlan | None:
+        transform = kept_for(snapshot.identity) if given is None else for_model(snapshot.identity, given)
+        return None if transform is None else _transform_plan(snapshot, budget, transform, nonce, options)
 
     if budget is None or budget >= 1 or scores is not None or _named(options):
         return fast()
-    transform = kept_for(snapshot.identity) if given is None else for_model(snapshot.identity, given)
-    if transform is None:
-        return fast()
-
-    def coded() -> EncodePlan | TransformPlan:
-        return _transform_plan(snapshot, budget, transform, nonce, options)
-
-    first, second = (coded, fast) if budget < TRANSFORM_BELOW else (fast, coded)
-    try:
-        return first()
-    except BudgetTooSmall as error:
+    failed: list[BudgetTooSmall] = []
+    for way in (coded, fast) if budget < TRANSFORM_BELOW else (fast, coded):
         try:
-            return second()
-        except BudgetTooSmall as other:
-            raise min(error, other, key=lambda one: one.least_budget) from None
+            found = way()
+        except BudgetTooSmall as error:
+            failed.append(error)
+        else:
+            if found is not None:
+                return found
+    raise min(failed, key=lambda error: error.least_budget)
 
 
 def _named(options: Mapping[str, Any]) -> list[str]:

@@ -33,8 +33,12 @@ CHANNEL_KEYS = TierSpecs(("raw", "sym8", "chan4b128"), ("raw", "sym8", "sym4"))
 """The paper's quantisers but for INT4 keys, which get a scale a channel: as many bytes, and at a budget of 0.3 a KL to
 the 16-bit cache 4 times smaller on SmolLM2-135M, 11 times on Gemma-3-270M, whose keys have large constant offsets."""
 
+DEFAULT = "auto"
 FAST = "fast"
 """``auto`` without a transform: for a receiver that may have none, or a link faster than transform coding."""
+
+COMPOSED = (DEFAULT, FAST)
+"""Names that stand for the best of several policies; to `plan` they are the same."""
 
 MEASURED = "optimal"
 """The policy that measures what it does to the cache at hand, and meets a budget of bytes by itself."""
@@ -81,7 +85,7 @@ class EncodePlan(Planned):
 def plan(
     snapshot: Snapshot,
     budget: float | None = None,
-    policy: str = "auto",
+    policy: str = DEFAULT,
     scores: Scores = None,
     *,
     nominal_budget: float | None = None,
@@ -116,12 +120,12 @@ def plan(
         if decay is not None:
             raise InvalidInput("decay is for scorers; scores that are given must have it in them already")
         scores = importance.given_scores(snapshot, scores)
-    if policy in ("auto", FAST, MEASURED) and scores is None:
+    if policy in (*COMPOSED, MEASURED) and scores is None:
         scores = "observation_window" if importance.has_queries(snapshot) else "positional"
     specs = TierSpecs.make(quantizers)
     job = _Job(snapshot, scores, decay, seed, n_sink, frame_tokens or 0, int4_allowed, sensitivity)
     content = content_digest(snapshot) if nonce is None else xxhash.xxh3_128_digest(nonce)
-    if policy not in ("auto", FAST):
+    if policy not in COMPOSED:
         own_ladder = policy == MEASURED and quantizers is None and nominal_budget is None
         return job.fit(policy, None if own_ladder else specs, budget, nominal_budget, content)
     if nominal_budget is None and (budget is None or budget >= 1):

@@ -25,7 +25,7 @@ from kvferry.ship.frame import encode_frame
 from kvferry.ship.header import PacketHeader, packet_id, render_header
 from kvferry.ship.importance import scorer_named
 from kvferry.ship.layout import FrameSlot
-from kvferry.ship.plan import CHANNEL_KEYS, FAST, EncodePlan, none_fits, plan
+from kvferry.ship.plan import CHANNEL_KEYS, COMPOSED, EncodePlan, none_fits, plan
 from kvferry.ship.policy import POLICIES, RAW
 from kvferry.ship.policy.tiers import N_SINK, ranking
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -190,7 +190,7 @@ def stream_plan(
         "n_sink": n_sink,
         "nonce": secrets.token_bytes(16) if nonce is None else nonce,
     }
-    if policy in ("auto", FAST):
+    if policy in COMPOSED:
         template = _auto(stand_in, budget, policy, options)
     elif why := why_not(policy):
         raise InvalidInput(why)

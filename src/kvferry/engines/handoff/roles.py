@@ -32,7 +32,7 @@ from kvferry.hf.text import tokens_of
 from kvferry.map.mapper import Mapper
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.importance import scorer_named
-from kvferry.ship.plan import FAST
+from kvferry.ship.plan import COMPOSED
 from kvferry.ship.policy import policy
 from kvferry.ship.reader import PacketReader
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -220,7 +220,7 @@ def _check_names(job: HandoffJob) -> None:
         named = [name for name in ("nominal_budget", "scorer", "decay") if getattr(job, name) is not None]
         if named:
             raise InvalidInput(f"policy {KLT} ranks and quantises by its transform: it takes no {', '.join(named)}")
-    elif job.policy not in ("auto", FAST):
+    elif job.policy not in COMPOSED:
         policy(job.policy)
     if job.scorer is not None:
         scorer_named(job.scorer)

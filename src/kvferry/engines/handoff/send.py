@@ -26,7 +26,7 @@ from kvferry.hf.observe import OBSERVABLE, QUERY_WINDOW
 from kvferry.hf.stream import stream_capture
 from kvferry.hf.tokens import as_mask, positions_of
 from kvferry.ship.encode import any_plan
-from kvferry.ship.plan import FAST, EncodePlan
+from kvferry.ship.plan import COMPOSED, FAST, EncodePlan
 from kvferry.ship.policy import POLICIES
 from kvferry.ship.stream import TEMPLATE, StreamPlan, stand_in_for, stream_plan, why_not
 from kvferry.ship.transform.plan import POLICY as KLT
@@ -129,7 +129,7 @@ def _whole(
         ahead = _plan_ahead(identity, job, ids, answer)
         return ahead, ahead.frames(snapshot)
     # As pipelined; which transforms the consumer has is not known.
-    policy = FAST if job.policy == "auto" else job.policy
+    policy = FAST if job.policy in COMPOSED else job.policy
     whole = any_plan(snapshot, job.budget, policy, job.scorer, decay=job.decay, **_options(job, answer, snapshot))
     return whole, whole.frames()
 
@@ -222,7 +222,7 @@ def _needs_queries(job: HandoffJob) -> bool:
     """Whether the policy ranks tokens by the attention of the last queries."""
     if job.scorer not in (None, "observation_window") or job.attn not in OBSERVABLE:
         return False
-    if job.policy in ("auto", FAST, KLT):
+    if job.policy in (*COMPOSED, KLT):
         return (job.budget or job.nominal_budget or 0.0) < 1
     return POLICIES[job.policy].ranked
 
@@ -240,7 +240,7 @@ def _scorer(job: HandoffJob) -> str:
         return job.scorer
     if _needs_queries(job):
         return "observation_window"
-    return TEMPLATE if job.policy in ("auto", FAST) else "kv_norm"
+    return TEMPLATE if job.policy in COMPOSED else "kv_norm"
 
 
 def _options(job: HandoffJob, answer: Int4Answer, shape: Snapshot) -> dict[str, Any]:

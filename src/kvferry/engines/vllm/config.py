@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvferry.errors import InvalidInput
-from kvferry.ship.plan import FAST
+from kvferry.ship.plan import COMPOSED
 from kvferry.ship.policy.table import policy as find_policy
 from kvferry.ship.transform.plan import POLICY as TRANSFORM_POLICY
 
@@ -83,7 +83,7 @@ class ConnectorConfig:
         budget, policy = given.get("budget", 1.0), given.get("policy", "auto")
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < math.inf:
             raise _wrong(f"has budget = {budget!r}: it is a fraction of the 16-bit bytes, above 0")
-        if policy not in ("auto", FAST, TRANSFORM_POLICY):
+        if policy not in (*COMPOSED, TRANSFORM_POLICY):
             find_policy(policy)
         if policy in _DROPPING:
             raise _wrong(f"has policy {policy!r}, which drops tokens: an engine's pages hold every token")

@@ -21,7 +21,7 @@ from kvferry.engines.vllm.store import Entry, Store, check_entry
 from kvferry.errors import BudgetTooSmall, CorruptPacket, KVFerryError, UnsupportedCache
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.packet import Packet
-from kvferry.ship.plan import FAST
+from kvferry.ship.plan import COMPOSED, FAST
 from kvferry.ship.policy.tiers import N_SINK
 from kvferry.snapshot import Identity, Snapshot
 
@@ -218,7 +218,7 @@ class WorkerSide:
 
         Left out, it would make every chunk behind it useless.
         """
-        budget, policy = self._config.budget, FAST if self._config.policy == "auto" else self._config.policy
+        budget, policy = self._config.budget, FAST if self._config.policy in COMPOSED else self._config.policy
         try:
             return encode(segment, budget, policy, n_sink=n_sink)
         except BudgetTooSmall as error:
