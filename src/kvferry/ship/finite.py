@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvferry.ship import native
+from kvferry.snapshot import LayerState
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -22,6 +23,16 @@ def nonfinite_tokens(tensor: Float[Tensor, "batch heads tokens dim"]) -> Bool[Te
     for head in tensor.unbind(dim=1):  # one at a time: the fp32 copy is all the extra memory
         bad |= ~head.to(torch.float32).isfinite().all(dim=2)
     return bad.cpu()
+
+
+def nonfinite_in_layer(layer: LayerState) -> Bool[Tensor, "batch held"] | None:
+    """Tokens whose keys or values of this layer hold a NaN or an infinity, as `nonfinite_tokens`."""
+    found: Tensor | None = None
+    for tensor in (layer.keys, layer.values):
+        bad = None if tensor is None else nonfinite_tokens(tensor)
+        if bad is not None:
+            found = bad if found is None else found | bad
+    return found
 
 
 def _all_finite(tensor: Tensor) -> bool:

@@ -369,10 +369,9 @@ def nonfinite_tokens(snapshot: Snapshot) -> Bool[Tensor, "batch seq"]:
     """Tokens whose keys or values hold a NaN or an infinity in any layer (also in fp32, which the quantisers use)."""
     found = torch.zeros(snapshot.batch_size, snapshot.seq_len, dtype=torch.bool)
     for layer in snapshot.layers:
-        for tensor in (layer.keys, layer.values):
-            bad = None if tensor is None else finite.nonfinite_tokens(tensor)
-            if bad is not None:
-                found[:, layer.first :] |= bad
+        bad = finite.nonfinite_in_layer(layer)
+        if bad is not None:
+            found[:, layer.first :] |= bad
     return found
 
 

@@ -104,7 +104,7 @@ class StreamPlan:
             raise InvalidInput(f"layer {index} has another shape than the plan says")
         layers = list(self.template.snapshot.layers)
         layers[index] = layer
-        bad = nonfinite_tokens(layer)
+        bad = finite.nonfinite_in_layer(layer)
         scores = None if self.scorer is None else self._scores(layer, bad)
         layout = self.header.layout
         owner = packet_id(self.header_bytes)
@@ -247,16 +247,6 @@ def stand_in_for(
         values = nothing.expand(batch, geometry.kv_heads, held, geometry.value_head_dim)
         layers.append(LayerState(geometry.kind, keys, values, seq_len))
     return Snapshot(identity, token_ids, positions, mask, tuple(layers))
-
-
-def nonfinite_tokens(layer: LayerState) -> Bool[Tensor, "batch held"] | None:
-    """Tokens whose keys or values of this layer hold NaN or infinity (in fp32); ``None`` where there are none."""
-    found: Tensor | None = None
-    for tensor in (layer.keys, layer.values):
-        bad = None if tensor is None else finite.nonfinite_tokens(tensor)
-        if bad is not None:
-            found = bad if found is None else found | bad
-    return found
 
 
 def _require_raw(allocation: Allocation, slot: FrameSlot, bad: Bool[Tensor, "batch tokens"]) -> None:
