@@ -8,7 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test m
 # Before torch is imported: threads that spin while they wait make a busy machine tens of times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,20 @@ def load(name: str, dtype: str = "bfloat16", attn: str = "sdpa") -> tuple[Any, A
     from kvferry.hf.models import load_model
 
     return load_model(name, dtype=dtype, attn=attn)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder with the converted models alone: no test may hang on what was calibrated or measured before."""
+    from kvferry.snapshot.folders import cache_folder
+
+    models = (cache_folder() / "models").resolve()
+    models.mkdir(parents=True, exist_ok=True)
+    own = tmp_path_factory.mktemp("cache")
+    (own / "models").symlink_to(models)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(own))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ def require_exact(header: PacketHeader) -> None:
     if unknown:
         raise UnsupportedVersion(
             f"a packet of {', '.join(spec[:40] for spec in unknown[:4])} cannot be refined: only raw, sym, asym, chan, "
-            "had and cen decode to the same bits on every machine; encode the base with a policy that uses those"
+            "had and cen decode to the same bits on every machine; encode the base with one of those (policy fast does)"
         )
 
 
