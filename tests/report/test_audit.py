@@ -12,6 +12,7 @@ import torch
 import kvferry as kv
 from kvferry.audit.settings import Settings
 from kvferry.errors import InvalidInput
+from kvferry.report.audit import survival
 from kvferry.report.audit_page import page, read, write
 from kvferry.report.audit_said import sentences
 from tests.hf import tiny
@@ -53,7 +54,7 @@ def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -
     assert "bf16 83 % (77.2 to 87.6)" in text
     assert "gives the donor's logits to the bit in 4 of 4" in text
     assert "Of 8 clean pairs of runs that did not overflow, 0 were called semantic [0.00%, 32.44%]" in text
-    assert "rounding alone predicts 65,536" in text
+    assert "; the ratio of the two epsilons is 65,536" in text
     assert "kvferry audit tiny" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)
@@ -99,3 +100,10 @@ def test_what_is_no_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "audit-x.json").write_text("{}")
     with pytest.raises(InvalidInput):
         read(tmp_path)
+
+
+def test_a_survival_curve_goes_on_to_where_runs_are_censored() -> None:
+    curve = {"times": [3, 5], "surviving": [0.75, 0.5], "low": [0.4, None], "high": [0.9, 0.8], "events": 2, "n": 4}
+    figure = survival({"detail": {"survival": curve, "new_tokens": 64}})
+    (line,) = figure.axes[0].get_lines()
+    assert line.get_xydata().tolist() == [[0, 1], [3, 0.75], [5, 0.5], [64, 0.5]]

@@ -86,17 +86,21 @@ def survival(finding: Row) -> Any:
     """Share of runs still together, by position, with its interval."""
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    curve = finding["detail"]["survival"]
-    times = [0, *curve["times"]]
-    axis.step(times, [1.0, *curve["surviving"]], where="post", color="#4477aa")
-    low = [
-        1.0,
-        *[share if value is None else value for value, share in zip(curve["low"], curve["surviving"], strict=True)],
-    ]
-    high = [
-        1.0,
-        *[share if value is None else value for value, share in zip(curve["high"], curve["surviving"], strict=True)],
-    ]
+    detail = finding["detail"]
+    curve = detail["survival"]
+    times, surviving = [0, *curve["times"]], [1.0, *curve["surviving"]]
+    low, high = (
+        [
+            1.0,
+            *[share if bound is None else bound for bound, share in zip(curve[side], curve["surviving"], strict=True)],
+        ]
+        for side in ("low", "high")
+    )
+    # Runs go on behind the last divergence, up to where they are censored.
+    times.append(max(times[-1], detail.get("new_tokens") or detail.get("suffix_tokens") or 0))
+    for course in (surviving, low, high):
+        course.append(course[-1])
+    axis.step(times, surviving, where="post", color="#4477aa")
     axis.fill_between(times, low, high, step="post", color="#4477aa", alpha=0.2)
     axis.set_ylim(0, 1.02)
     axis.set_xlabel("token after the prompt")

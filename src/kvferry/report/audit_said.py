@@ -135,10 +135,9 @@ def _constructions(own: Sequence[Row]) -> list[str]:
         said.append(words + ".")
     if distances.get("bfloat16") and distances.get("float32"):
         factor = distances["bfloat16"] / distances["float32"]
-        near = "as" if FACTOR / 4 < factor < FACTOR * 4 else "where"
         said.append(
-            f"From bfloat16 to float32 the distance between constructions falls by a factor of {factor:,.0f}; {near} "
-            f"rounding alone predicts {FACTOR:,}."
+            f"from bfloat16 to float32 the distance between constructions falls {factor:,.0f} times; the ratio "
+            f"of the two epsilons is {FACTOR:,}."
         )
     return said
 
