@@ -25,8 +25,8 @@ MODELS = ("smollm2-135m", "gemma3-270m")
 
 _SHORT = ("--prefix", "32", "--suffix", "4")
 _LONGER = ("--prefix", "48", "--suffix", "4")
-_STAGES = ("--protocol", "stage_replay", "--new", "64", *_LONGER)
-_FREE = ("--protocol", "free_run", "--new", "64", "--longest", "48")
+_STAGES = ("--protocol", "stage_replay", "--new", "128", *_LONGER)
+_FREE = ("--protocol", "free_run", "--new", "64", "--longest", "48", "--ignore-eos", "--explain", "5")
 
 PARTS = {
     # The pair in float32, with the weights of bfloat16, has its float64 controls in common with the pair in bfloat16.
@@ -47,14 +47,11 @@ PARTS = {
         "--suffix",
         "4",
     ),
-    "free": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--explain", "1"),
+    "free": ("--dtype", "bfloat16", *_FREE, "--n", "60"),
     # Answers are asked of greedy runs; of drawn ones, when they part.
-    "free-drawn": (
-        *("--dtype", "bfloat16", *_FREE, "--n", "60", "--explain", "1"),
-        *("--samplers", "top_k,top_p", "--until-split"),
-    ),
-    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60", "--explain", "1", "--screen", "8"),
-    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20", "--explain", "1", "--screen", "8"),
+    "free-drawn": ("--dtype", "bfloat16", *_FREE, "--n", "60", "--samplers", "top_k,top_p", "--until-split"),
+    "free-fp32": ("--dtype", "float32", *_FREE, "--n", "60", "--screen", "8"),
+    "free-fp16": ("--dtype", "float16", *_FREE, "--n", "20", "--screen", "8"),
     # Whole, keys and values wherever donor and recipient part; ranges of layers and tokens in fewer. Either direction
     # counts, so twelve that part are twenty-four transplants.
     "transplant": (
@@ -69,7 +66,7 @@ PARTS = {
     ),
     "batch": ("--dtype", "bfloat16", "--protocol", "batch", "--n", "8", *_SHORT),
 }
-"""Name → what `kvferry audit` is asked; the sizes are what about 90 minutes allow a model on one thread."""
+"""Name → what `kvferry audit` is asked; the sizes are what some two hours allow a model on one thread."""
 
 INSTEAD = {
     ("smollm2-135m", "faults-window"): None,  # it has no sliding layers

@@ -141,3 +141,17 @@ def test_everything_is_put_back() -> None:
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    "change", [faults.shifted_positions(), faults.perturbed_model(1, 1.001), faults.stale_layer(1)]
+)
+def test_a_fault_is_caught_in_float64_as_well(change: Change) -> None:
+    """Nothing finer is there to run: what is larger than float64's rounding is no rounding."""
+    exact = ModelSet(tiny.llama(dtype=torch.float64))
+    clean = compare(exact, CACHE_OFF, CACHE_ON, tiny.prompt(1, LENGTH), START, FAST)
+    assert clean["verdict"] in ("identical", "rounding", "kernel-shape")
+    found = planted(exact, change)
+    assert found["verdict"] == "semantic"
+    assert "larger than rounding of float64" in found["reasons"][0]
+    assert found["diagnosis"] is not None

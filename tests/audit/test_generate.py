@@ -129,3 +129,17 @@ def test_screened_recomputation_chooses_what_recomputation_does(models: ModelSet
     assert (found.tokens, found.recomputed) == (generate(exact, CACHE_OFF, prompt, 8).tokens, 8)
     with pytest.raises(InvalidInput):
         recompute_screened(exact, CACHE_OFF, prompt, on, 8, 1.0)
+
+
+def test_a_split_at_the_edge_of_what_is_drawn_from_is_told() -> None:
+    sampler = Sampler("top_k", temperature=1.0, top_k=2)
+    logits = torch.tensor([3.0, 2.0, 1.0, 0.0])
+    assert [sampler.keeps(logits, token) for token in range(4)] == [True, True, False, False]
+    nucleus = Sampler("top_p", temperature=1.0, top_p=0.9)
+    assert [nucleus.keeps(logits, token) for token in range(4)] == [True, True, True, False]
+    assert Sampler().keeps(logits, 3)
+
+
+def test_the_last_logits_before_a_split_are_kept(models: ModelSet) -> None:
+    runs = generate_until_split(models, (CACHE_OFF, CACHE_ON), tiny.prompt(1, 12), 5)
+    assert [run.logits[-1].argmax().item() for run in runs] == [run.tokens[-1] for run in runs]

@@ -72,7 +72,7 @@ class _Study:
 
     def __init__(self, answers: list[str]):
         self.passages = [type("P", (), {"answer": answer})() for answer in answers]
-        self.settings = type("S", (), {"resamples": 500, "seed": 0})()
+        self.settings = type("S", (), {"resamples": 500, "seed": 0, "new_tokens": 10})()
         self.read = str
 
 
@@ -80,7 +80,14 @@ def test_free_runs_on_planted_data() -> None:
     splits = [3, None, 0, None, 7]
     answers = [("1", "2"), ("5", "5"), ("7", "8"), (None, None), ("9", "4")]
     records = [
-        {"reference": list(range(10)), "other": list(range(10)), "split": split, "margins": None, "answers": list(pair)}
+        {
+            "reference": list(range(10)),
+            "other": list(range(10)),
+            "split": split,
+            "margins": None,
+            "crossed": None,
+            "answers": list(pair),
+        }
         for split, pair in zip(splits, answers, strict=True)
     ]
     study: Any = _Study(["2", "5", "8", "3", "9"])
@@ -95,6 +102,31 @@ def test_free_runs_on_planted_data() -> None:
     assert found["accuracy_mcnemar_p"].value == pytest.approx(stats.binomtest(1, 3).pvalue)
     assert found["answers_differing"].value == 3 / 5
     assert found["accuracy_difference"].value == pytest.approx(1 / 5)
+
+
+def test_what_has_ended_together_never_parts() -> None:
+    """An end is no loss from sight: of four prompts, three of which end early and together, one in four parts."""
+    tokens = [list(range(length)) for length in (2, 3, 4, 9)]
+    records = [
+        {"reference": own, "other": own, "split": split, "margins": None, "crossed": None, "answers": None}
+        for own, split in zip(tokens, (None, None, None, 8), strict=True)
+    ]
+    study: Any = _Study(["1"] * 4)
+    found, curve = free_measures(study, records)
+    assert curve["surviving"] == [3 / 4]
+    assert found["first_divergence_median"].value is None
+    assert found["prompts_ended_together"].value == 3 / 4
+    assert found["divergence_per_token_at_risk"].n == 2 + 3 + 4 + 8 + 1
+
+
+def test_splits_at_the_edge_are_counted() -> None:
+    records = [
+        {"reference": [1], "other": [2], "split": 0, "margins": [0.1, 0.1], "crossed": crossed, "answers": None}
+        for crossed in (True, False, False, None)
+    ]
+    study: Any = _Study(["1"] * 4)
+    found, _ = free_measures(study, records)
+    assert (found["splits_at_the_edge"].value, found["splits_at_the_edge"].n) == (1 / 3, 3)
 
 
 def test_verdicts_follow_the_evidence() -> None:
@@ -119,6 +151,8 @@ def test_a_verdict_claims_no_run_that_there_was_not() -> None:
     assert "in the shapes of their matrices alone" in reason(vanishes=True, shapes_match=True, shapes_alone=True)
     assert "shrinks with precision" in reason(vanishes=True)
     assert "is not shown" in reason()
+    assert "no larger than rounding of float64" in reason(vanishes=True, finest=True)
+    assert "larger than rounding of float64 can be" in reason(vanishes=False, finest=True)
 
 
 def test_bounds_lie_between_rounding_and_faults() -> None:

@@ -53,6 +53,33 @@ def test_a_protocol_runs_and_says_what_decided(model: object, protocol: str) -> 
     json.dumps(result.to_json(), allow_nan=False)
 
 
+def test_free_runs_go_on_behind_an_end_where_asked(model: object) -> None:
+    ids = tiny.prompt(3, 18)
+    first = kv.audit(model, ids, protocols=["free_run"], start=14, settings=SMALL)[0]
+    log = ResultLog(None)
+    eos = model.generation_config.eos_token_id  # type: ignore[attr-defined]
+    try:
+        model.generation_config.eos_token_id = list(range(tiny.VOCABULARY))  # type: ignore[attr-defined]
+        short = kv.audit(model, ids, protocols=["free_run"], start=14, settings=SMALL, log=log)[0]
+        whole = replace(SMALL, ignore_ends=True)
+        longer = kv.audit(model, ids, protocols=["free_run"], start=14, settings=whole, log=log)[0]
+    finally:
+        model.generation_config.eos_token_id = eos  # type: ignore[attr-defined]
+    assert short.measures["prompts_ended_together"].value == 1 - short.measures["prompts_diverging"].value  # type: ignore[operator]
+    assert longer.measures["prompts_ended_together"].value == 0
+    assert longer.measures["divergence_per_token_at_risk"] == first.measures["divergence_per_token_at_risk"]
+
+
+def test_a_patch_is_told_by_layer_and_position(model: object) -> None:
+    settings = replace(SMALL, patch_positions=2, layer_step=1)
+    finding = kv.audit(model, tiny.prompt(2, 18), protocols=["residual_patch"], start=14, settings=settings)[0]
+    rows = finding.detail["matrix"]
+    assert all(len(row["by_position"]) == 2 for row in rows)
+    last = [value for value in rows[-1]["by_position"] if value is not None]
+    assert last
+    assert last == pytest.approx([1.0] * len(last), abs=1e-6)
+
+
 def test_the_positive_control_is_caught() -> None:
     gemma = tiny.gemma3(dtype=torch.bfloat16)
     result = kv.audit(gemma, tiny.prompt(1, 20), protocols=["self_check"], start=16, settings=SMALL)

@@ -235,8 +235,9 @@ def pair_detail(records: Sequence[Record]) -> Json:
     residual = np.array(detail["drift_median_suffix"]["residual"])
     onset = np.flatnonzero(np.array(detail["drift"]["residual"]) > 0)
     detail["onset_layer"] = int(onset[0]) if onset.size else None
-    if onset.size > 1 and (residual[onset] > 0).all():
-        slope = np.polyfit(onset, np.log(residual[onset]), 1)[0]
+    grown = np.flatnonzero(residual > 0)  # in a short dtype the median of the first layers is no difference
+    if grown.size > 1:
+        slope = np.polyfit(grown, np.log(residual[grown]), 1)[0]
         detail["growth_per_layer"] = float(np.exp(slope))
     flips = [
         [margin, distance]

@@ -44,7 +44,7 @@ def decode_both(
 
     ``whole``: where recomputation is screened, every step of this prompt is recomputed, too.
     """
-    settings = study.settings
+    settings, ends = study.settings, _ends(study)
 
     def make() -> Record:
         more: Record = {}
@@ -58,7 +58,7 @@ def decode_both(
                 settings.new_tokens,
                 sampler,
                 sequence=passage.index,
-                ends=study.ends,
+                ends=ends,
             )
         else:
             first, second = (
@@ -69,7 +69,7 @@ def decode_both(
                     settings.new_tokens,
                     sampler,
                     sequence=passage.index,
-                    ends=study.ends,
+                    ends=ends,
                 )
                 for arm in (reference, other)
             )
@@ -80,11 +80,12 @@ def decode_both(
             "other": second.tokens,
             "split": split,
             "margins": None if at is None else [number(first.margins[at]), number(second.margins[at])],
+            "crossed": None if at is None else _crossed(sampler, first, second),
             "answers": None if settings.until_split else [_answer(study, run.tokens) for run in (first, second)],
             **more,
         }
 
-    asked = [sampler.to_json(), settings.seed, settings.new_tokens, settings.until_split, list(study.ends)]
+    asked = [sampler.to_json(), settings.seed, settings.new_tokens, settings.until_split, list(ends)]
     asked += [settings.screen, whole] if settings.screen else []
     return study.record("free", (reference, other), passage, asked, make)
 
@@ -93,8 +94,8 @@ def _screened(
     study: Study, reference: Arm, other: Arm, passage: Passage, *, whole: bool
 ) -> tuple[Generated | Screened, Generated, Record]:
     """The reference recomputed where it may have chosen otherwise; ``whole``: at every step as well, to compare."""
-    settings, prompt = study.settings, passage.prompt
-    second = generate(study.models, other, prompt, settings.new_tokens, ends=study.ends, keep_logits=True)
+    settings, prompt, ends = study.settings, passage.prompt, _ends(study)
+    second = generate(study.models, other, prompt, settings.new_tokens, ends=ends, keep_logits=True)
     first = recompute_screened(
         study.models,
         reference,
@@ -102,12 +103,12 @@ def _screened(
         second,
         settings.new_tokens,
         settings.screen,
-        ends=study.ends,
+        ends=ends,
         until_split=settings.until_split,
     )
     agrees = None
     if whole:
-        every = generate(study.models, reference, prompt, len(first.tokens), ends=study.ends)
+        every = generate(study.models, reference, prompt, len(first.tokens), ends=ends)
         agrees = every.tokens == first.tokens
     return first, second, {"recomputed": first.recomputed, "agrees": agrees}
 
@@ -155,16 +156,18 @@ def _one(study: Study, reference: Arm, other: Arm, sampler: Sampler) -> Finding:
 
 def free_measures(study: Study, records: list[Record]) -> tuple[dict[str, Measure], Json]:
     """Rates with their intervals, and the survival curve, of free runs."""
+    horizon = study.settings.new_tokens
     apart = [record["split"] is not None for record in records]
     lengths = [min(len(record["reference"]), len(record["other"])) for record in records]
-    times = [
-        length if record["split"] is None else record["split"] for record, length in zip(records, lengths, strict=True)
-    ]
+    # A pair that has ended together can part no more: it is together up to the horizon, not lost from sight.
+    times = [horizon if record["split"] is None else record["split"] for record in records]
     curve = kaplan_meier(times, apart)
     # Each token before the first split is one that could have differed; those behind it say nothing.
-    tried = sum(times) + sum(apart)
+    tried = sum(min(time, length) for time, length in zip(times, lengths, strict=True)) + sum(apart)
+    ended = sum(length < horizon and not parted for length, parted in zip(lengths, apart, strict=True))
     found = {
         "prompts_diverging": rate(sum(apart), len(apart), "prompts"),
+        "prompts_ended_together": rate(ended, len(apart), "prompts"),
         "divergence_per_token_at_risk": rate(sum(apart), tried, "tokens"),
         "first_divergence_median": Measure(curve.median(), len(apart), None, "prompts"),
     }
@@ -173,6 +176,9 @@ def free_measures(study: Study, records: list[Record]) -> tuple[dict[str, Measur
     ]
     if margins:
         found["margin_at_divergence_median"] = Measure(float(np.median(margins)), len(margins), None, "prompts")
+    crossed = [record["crossed"] for record in records if record["crossed"] is not None]
+    if crossed:
+        found["splits_at_the_edge"] = rate(sum(crossed), len(crossed), "splits")
     found |= _screen_measures(records)
     return found | _answer_measures(study, records), curve.to_json()
 
@@ -217,7 +223,22 @@ def _answer_measures(study: Study, records: list[Record]) -> dict[str, Measure]:
 
 
 def _answer(study: Study, tokens: list[int]) -> str | None:
-    return None if study.read is None else final_answer(study.read(tokens))
+    end = next((place for place, token in enumerate(tokens) if token in study.ends), len(tokens))
+    return None if study.read is None else final_answer(study.read(tokens[:end]))
+
+
+def _ends(study: Study) -> tuple[int, ...]:
+    """Tokens that end a run."""
+    return () if study.settings.ignore_ends else study.ends
+
+
+def _crossed(sampler: Sampler, first: Generated | Screened, second: Generated | Screened) -> bool | None:
+    """Whether either run's token is not among those that the sampler keeps of the other's last logits: their draws
+    then part however far the choice led. ``None`` where the logits of that step were not kept."""
+    if not (isinstance(first, Generated) and isinstance(second, Generated) and first.logits and second.logits):
+        return None
+    pairs = ((first, second), (second, first))
+    return not all(sampler.keeps(one.logits[-1], another.tokens[-1]) for one, another in pairs)
 
 
 def _up_to_split(passage: Passage, record: Record) -> Passage:

@@ -114,7 +114,8 @@ def generate_until_split(
     sequence: int = 0,
     ends: Sequence[int] = (),
 ) -> list[Generated]:
-    """Decode after a prompt along several arms, step by step, up to the first token that is not the same in all.
+    """Decode after a prompt along several arms, step by step, up to the first token that is not the same in all; the
+    logits of the last step are kept.
 
     Raises:
         InvalidInput: arms of several dtypes, backends, or numbers of threads.
@@ -137,7 +138,10 @@ def generate_until_split(
             if len(chosen) > 1 or chosen & set(ends) or step + 1 == new_tokens:
                 break
             logits = [one.send(run.tokens[-1]) for one, run in zip(steps, found, strict=True)]
-    return [Generated(run.tokens, run.margins, [], run.tokens[-1] in ends) for run in found]
+    return [
+        Generated(run.tokens, run.margins, [row.clone()], run.tokens[-1] in ends)
+        for run, row in zip(found, logits, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from kvferry.audit.locate import Location, locate
 from kvferry.audit.measures import logit_drift
 from kvferry.audit.runs import Floor, Runs, floor_between
 from kvferry.audit.trace import TENSORS, Trace
-from kvferry.audit.verdict import Evidence, decide, finer, precision_bounds
+from kvferry.audit.verdict import Evidence, decide, finer, finest_bounds, precision_bounds
 
 BINS = 48
 """Position bins that a heat map is kept in."""
@@ -118,7 +118,6 @@ def _explained(
     controls: Controls,
 ) -> Evidence:
     """Add what the controls say to ``record`` and to the evidence."""
-    notes = []
     reference, other = first.arm, second.arm
     if controls.shapes:
         matched = matched_arm(reference, other)
@@ -129,6 +128,12 @@ def _explained(
         evidence = replace(evidence, shapes_match=same, shapes_alone=alone)
     dtype = reference.dtype or runs.models.dtype
     fine = finer(dtype) if controls.precision else None
+    if dtype == "float64":
+        where = locate(between, finest_bounds(first.layers), first, second)
+        notes = _located(runs, record, first, second, where)
+        if where is None:
+            notes.append(f"largest relative L2 of the residual stream: {_largest(between):.3g} in {dtype}")
+        return replace(evidence, vanishes=where is None, finest=True, declared=_declares(other), notes=tuple(notes))
     if fine is None:
         return evidence
     exact, changed = runs.trace(fine_arm(reference, fine)), runs.trace(fine_arm(other, fine))
@@ -137,14 +142,8 @@ def _explained(
     where = locate(left, bounds, exact, changed)
     record["fine"] = {"dtype": fine, "drift": {name: numbers(left.by_layer(name)) for name in TENSORS}}
     record["oracle"] = _oracle(exact, first, second)
-    if where is not None:
-        record["location"] = where.to_json()
-        notes.append(_words(where))
-        known = diagnose(Case(runs.models.own, exact, changed, where))
-        record["diagnosis"] = None if known is None else {"name": known[0], "why": known[1]}
-        if known is not None:
-            notes.append(f"{known[0]}: {known[1]}")
-    else:
+    notes = _located(runs, record, exact, changed, where)
+    if where is None:
         notes.append(
             f"largest relative L2 of the residual stream: {_largest(between):.3g} in {dtype}, "
             f"{_largest(left):.3g} in {fine}"
@@ -154,10 +153,24 @@ def _explained(
     return replace(
         evidence,
         vanishes=where is None,
-        declared=other.change is not None and other.change.lossy,
+        declared=_declares(other),
         unexplained_flips=unexplained,
         notes=tuple(notes),
     )
+
+
+def _located(runs: Runs, record: Record, first: Trace, second: Trace, where: Location | None) -> list[str]:
+    """Put where two runs part, and what that is, into ``record``; returns it in words."""
+    if where is None:
+        return []
+    record["location"] = where.to_json()
+    known = diagnose(Case(runs.models.own, first, second, where))
+    record["diagnosis"] = None if known is None else {"name": known[0], "why": known[1]}
+    return [_words(where), *([] if known is None else [f"{known[0]}: {known[1]}"])]
+
+
+def _declares(arm: Arm) -> bool:
+    return arm.change is not None and arm.change.lossy
 
 
 def _oracle(exact: Trace, first: Trace, second: Trace) -> Record:

@@ -74,12 +74,15 @@ def run_pairs(study: Study, protocol: str, pairs: Pairs) -> list[Finding]:
 
 
 def by_kind(study: Study, finding: Finding) -> Json:
-    """Median drift of the layers of each kind, sliding and full apart: kind -> tensor -> median over its layers."""
+    """Median drift of the layers of each kind, sliding and full apart: kind -> tensor -> median over its layers.
+
+    Of the suffix: a prefix that two arms build alike would drown it.
+    """
     kinds = [kind.name for kind in layer_kinds(text_config(study.models.own))]
     found: Json = {}
     for name in dict.fromkeys(kinds):
         found[name] = {"layers": kinds.count(name)}
-        for tensor, values in finding.detail["drift_median"].items():
+        for tensor, values in finding.detail["drift_median_suffix"].items():
             among = [value for kind, value in zip(kinds, values, strict=True) if kind == name]
             found[name][tensor] = float(median(among)) if all(map(math.isfinite, among)) else None
     return found

@@ -156,6 +156,13 @@ def _restored(
     return found
 
 
+def _at_own_step(records: list[Record], direction: str, index: int, position: int) -> float | None:
+    """Median share that is restored at its own step by a patch behind one layer at the so-many-th position."""
+    rows = [record[direction][index] for record in records]
+    values = [row[position][0] for row in rows if position < len(row) and row[position][0] is not None]
+    return float(np.median(values)) if values else None
+
+
 def _finding(study: Study, records: list[Record], explained: list[Record], direction: str) -> Finding:
     settings = study.settings
     matrix: list[Json] = []
@@ -174,6 +181,7 @@ def _finding(study: Study, records: list[Record], explained: list[Record], direc
                 "layer": layer,
                 "restored": [float(np.median([v for _, v in cells])) if cells else None for cells in by_offset],
                 "n": [len(cells) for cells in by_offset],
+                "by_position": [_at_own_step(records, direction, index, k) for k in range(settings.patch_positions)],
             }
         )
     measures = {}

@@ -48,6 +48,12 @@ class Sampler:
         top = scores.topk(2)
         return int(top.indices[0]), float(top.values[0] - top.values[1])
 
+    def keeps(self, logits: Float[Tensor, " vocabulary"], token: int) -> bool:
+        """Whether ``token`` is among those that are drawn from."""
+        if self.temperature <= 0:
+            return True
+        return bool(self._kept(logits.to(torch.float64) / self.temperature)[token] > -torch.inf)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -27,6 +27,8 @@ class Settings:
         until_split: in free runs, stop the second arm behind its first divergence: no answers are compared then.
         screen: in greedy free runs, recompute only where the choice leads by less than so many times what shapes move
             logits by; 0: every step. The first ``explain`` prompts are recomputed whole, too, and must agree.
+        ignore_ends: free runs go on behind a token that ends a text, so that all have ``new_tokens``; answers are read
+            from what comes before it.
         resamples: of bootstraps.
         seed: of sampling and of bootstraps.
     """
@@ -42,6 +44,7 @@ class Settings:
     horizon: int = 3
     until_split: bool = False
     screen: float = 0.0
+    ignore_ends: bool = False
     resamples: int = 20_000
     seed: int = 0
 

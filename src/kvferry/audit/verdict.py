@@ -31,6 +31,7 @@ class Evidence:
         identical: logits and caches of the pair are the same to the bit.
         nonfinite: ``(arm, layer, tensor, position)`` of the first NaN or infinity.
         vanishes: the difference shrinks with precision as rounding does; ``None``: not tried.
+        finest: ``vanishes`` is not of a finer run, as none is finer: the difference is within float64's rounding.
         shapes_match: the reference, run in the other arm's shapes, gives the other arm's bits; ``None``: not tried.
         shapes_alone: in these shapes the reference is the other arm itself: its replica is that run.
         declared: the difference is what a declared lossy stage costs.
@@ -44,6 +45,7 @@ class Evidence:
     identical: bool
     nonfinite: tuple[str, int, str, int] | None = None
     vanishes: bool | None = None
+    finest: bool = False
     shapes_match: bool | None = None
     shapes_alone: bool = False
     declared: bool = False
@@ -79,7 +81,8 @@ def decide(evidence: Evidence) -> Verdict:
     if evidence.vanishes is False:
         if evidence.declared:
             return Verdict("codec", ("stays at any precision, as declared by a lossy stage, and is no larger", *notes))
-        return Verdict("semantic", ("does not shrink with precision", *notes))
+        reason = "larger than rounding of float64 can be" if evidence.finest else "does not shrink with precision"
+        return Verdict("semantic", (reason, *notes))
     if evidence.vanishes is None and evidence.unexplained_flips:
         reason = f"{evidence.unexplained_flips} flips with margins beyond rounding; precision was not tried"
         return Verdict("semantic", (reason, *notes))
@@ -92,6 +95,8 @@ def decide(evidence: Evidence) -> Verdict:
         return Verdict("kernel-shape", (reason, *notes))
     if evidence.vanishes is None:
         return Verdict("rounding", ("nothing finer was run: that it is no more than rounding is not shown", *notes))
+    if evidence.finest:
+        return Verdict("rounding", ("no larger than rounding of float64", *notes))
     return Verdict("rounding", ("shrinks with precision as rounding does", *notes))
 
 
@@ -109,6 +114,16 @@ def worst(names: Sequence[str]) -> str:
 def finer(dtype: str) -> str | None:
     """The dtype that shows whether a difference is rounding of ``dtype``; none is finer than float64."""
     return None if dtype == "float64" else "float64"
+
+
+FINEST = 1e-8
+"""Relative L2 that a difference between runs in float64 may have: as far above its rounding, some 1e-14 behind tens of
+layers, as it is below any fault worth the name."""
+
+
+def finest_bounds(layers: int) -> dict[str, Float[np.ndarray, " layers"]]:
+    """How far two runs in float64 may be apart, by tensor and layer; nothing finer is there to hold them against."""
+    return {name: np.full(layers, FINEST) for name in TENSORS}
 
 
 def precision_bounds(

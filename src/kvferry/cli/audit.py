@@ -38,6 +38,7 @@ QUICK_PROTOCOLS = "fixed_prefix,free_run,transplant"
 @click.option("--dtypes", help=f"Run in each of these, with commas: {', '.join(EXACT_DTYPES)}. [default: --dtype]")
 @click.option("--longest", type=click.IntRange(2), help="Leave out prompts of --tasks with more tokens.")
 @click.option("--screen", type=float, help="Greedy OFF runs recompute only near ties: see docs/audit.md. [default: 0]")
+@click.option("--ignore-eos", is_flag=True, help="Free runs go on behind an end of text: all have --new tokens.")
 @click.option("--until-split", is_flag=True, help="Free runs end where they part: cheaper, and no answers.")
 @click.option(
     "--layer-step", type=click.IntRange(1), help="Layers between two that are patched. [default: 1; quick: 6]"
@@ -68,6 +69,7 @@ def audit(
     dtypes: str | None,
     longest: int | None,
     screen: float | None,
+    ignore_eos: bool,
     until_split: bool,
     layer_step: int | None,
     parted: int | None,
@@ -106,6 +108,7 @@ def audit(
         base,
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         until_split=until_split,
+        ignore_ends=ignore_eos,
         seed=common.seed,
         controls=replace(base.controls, precision=not no_precision),
     )
