@@ -100,6 +100,7 @@ def test_free_runs_on_planted_data() -> None:
     assert found["first_divergence_median"].value == 7
     assert (found["accuracy_reference"].value, found["accuracy_other"].value) == (2 / 5, 3 / 5)
     assert found["accuracy_mcnemar_p"].value == pytest.approx(stats.binomtest(1, 3).pvalue)
+    assert (found["right_in_reference_alone"].value, found["right_in_other_alone"].value) == (1 / 5, 2 / 5)
     assert found["answers_differing"].value == 3 / 5
     assert found["accuracy_difference"].value == pytest.approx(1 / 5)
 

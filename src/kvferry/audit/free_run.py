@@ -212,12 +212,14 @@ def _answer_measures(study: Study, records: list[Record]) -> dict[str, Measure]:
         most = wilson(0, len(pairs))[1]
         interval = (-most, most)
     changed = sum(first != second for (first, second), _ in pairs)
-    p = mcnemar(sum(a and not b for a, b in right), sum(b and not a for a, b in right))
+    alone = sum(a and not b for a, b in right), sum(b and not a for a, b in right)
     return {
         "accuracy_reference": rate(off, len(pairs), "prompts"),
         "accuracy_other": rate(on, len(pairs), "prompts"),
         "accuracy_difference": Measure((on - off) / len(pairs), len(pairs), interval, "prompts"),
-        "accuracy_mcnemar_p": Measure(p, len(pairs), None, "prompts"),
+        "right_in_reference_alone": rate(alone[0], len(pairs), "prompts"),
+        "right_in_other_alone": rate(alone[1], len(pairs), "prompts"),
+        "accuracy_mcnemar_p": Measure(mcnemar(*alone), len(pairs), None, "prompts"),
         "answers_differing": rate(changed, len(pairs), "prompts"),
     }
 
@@ -250,4 +252,4 @@ def _up_to_split(passage: Passage, record: Record) -> Passage:
 
 
 def _splits(records: list[Record]) -> list[Json]:
-    return [{"split": record["split"], "margins": record["margins"]} for record in records]
+    return [{name: record[name] for name in ("split", "margins", "crossed")} for record in records]

@@ -164,7 +164,8 @@ def matrix(finding: Row) -> Any:
     for line, row in enumerate(shares):
         for column, value in enumerate(row):
             if not math.isnan(value):
-                axis.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=7, color="#ffffff")
+                ink = "#000000" if value > 0.6 else "#ffffff"
+                axis.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=7, color=ink)
     axis.set_xticks(range(len(columns)), columns, fontsize=8)
     axis.set_yticks(range(len(names)), names, fontsize=8)
     return figure
