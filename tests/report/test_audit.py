@@ -14,7 +14,7 @@ from kvferry.audit.settings import Settings
 from kvferry.errors import InvalidInput
 from kvferry.report.audit import survival
 from kvferry.report.audit_page import page, read, write
-from kvferry.report.audit_said import sentences
+from kvferry.report.audit_said import hybrids, sentences
 from tests.hf import tiny
 
 ENVIRONMENT = {
@@ -53,7 +53,10 @@ def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -
     text = page(read(tmp_path))
     assert "bf16 83 % (77.2 to 87.6)" in text
     assert "gives the donor's logits to the bit in 4 of 4" in text
-    assert "Of 8 clean pairs of runs that did not overflow, 0 were called semantic [0.00%, 32.44%]" in text
+    assert "Of 8 clean pairs of runs that did not overflow, 0 were called semantic (at most 32.44%" in text
+    assert "times: it is quadratic in the difference of the logits" in text
+    for title in ("Fixed prefixes", "Free runs", "Constructions", "Transplants", "Patches", "Verdicts"):
+        assert len(text.partition(f"\n## {title}")[2].partition("\n## ")[0].split("\n|")) > 2, title
     assert "; the ratio of the two epsilons is 65,536" in text
     assert "kvferry audit tiny" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
@@ -74,24 +77,47 @@ def test_figures_lie_beside_the_page_and_are_the_same_each_time(results: dict[st
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")} == drawn
 
 
-def test_what_is_said_follows_from_the_numbers() -> None:
-    def free(hits: int, dtype: str) -> tuple[str, dict[str, Any]]:
-        rate = {"value": hits / 20, "n": 20, "ci": [0.0, 0.16], "unit": "prompts"}
-        detail = {"sampler": {"name": "greedy"}, "survival": {"times": [3]}, "new_tokens": 64}
-        return "m", {
-            "protocol": "free_run",
-            "arms": [{"dtype": dtype}] * 2,
-            "measures": {"prompts_diverging": rate},
-            "detail": detail,
-            "verdicts": {},
-            "replicas": None,
-        }
+def free(hits: int, dtype: str, sampler: str = "greedy", **more: Any) -> dict[str, Any]:
+    rate = {"value": hits / 20, "n": 20, "ci": [0.0, 0.16], "unit": "prompts"}
+    detail = {"sampler": {"name": sampler}, "survival": {"times": [3]}, "new_tokens": 64, **more}
+    return {
+        "protocol": "free_run",
+        "arms": [{"dtype": dtype}] * 2,
+        "measures": {"prompts_diverging": rate},
+        "detail": detail,
+        "verdicts": {},
+        "replicas": None,
+    }
 
-    assert "0 of 20 (at most 16.0%)" in sentences([free(0, "float32")])[0]
+
+def test_what_is_said_follows_from_the_numbers() -> None:
+    assert "0 of 20 (at most 16.1%)" in sentences([free(0, "float32")])[0]
     assert "none, as in" in sentences([free(0, "float32")])[0]
     assert "where that paper has none" in sentences([free(2, "float32")])[0]
     assert sentences([free(20, "bfloat16")])[0].endswith("holds.")
     assert "does not hold" in sentences([free(19, "bfloat16")])[0]
+
+
+def test_drawn_splits_are_told_apart() -> None:
+    splits = [
+        {"split": 3, "margins": [2.0, 0.7], "crossed": True},
+        {"split": 4, "margins": [0.5, 0.04], "crossed": False},
+        {"split": None, "margins": None, "crossed": None},
+    ]
+    (said,) = sentences([free(2, "bfloat16", "top_k", splits=splits)])
+    assert "at 1 of 2 splits a token had crossed the edge" in said
+    assert "led by 0.04 at most" in said
+
+
+def test_keys_and_values_tell_of_the_same_caches() -> None:
+    def transplant(direction: str, keys: int, values: int) -> dict[str, Any]:
+        parts = {"keys": keys, "values": values}
+        matrix = {part: {"recovered": hits, "n": 12, "exact": 0, "n_exact": 12} for part, hits in parts.items()}
+        return {"protocol": "transplant", "detail": {"direction": direction, "matrix": matrix}}
+
+    tables = [transplant("donor_to_recipient", 4, 3), transplant("recipient_to_donor", 5, 3)]
+    assert hybrids(tables) == (9, 6, 9)
+    assert hybrids(tables[:1]) is None
 
 
 def test_what_is_no_result_is_refused(tmp_path: Path) -> None:

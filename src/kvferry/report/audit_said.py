@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvferry.evidence.statistics import wilson
+from kvferry.evidence.statistics import mcnemar, wilson
 
 Row = Mapping[str, Any]
 
@@ -25,21 +25,15 @@ CLEAN = ("fixed_prefix", "precision_2x2", "stage_replay", "batch")
 FACTOR = 65_536
 """Ratio of the epsilons of bfloat16 and float32."""
 
-RESTORED = 0.5
-"""A patch that closes less of the distance is said not to restore."""
 
-LORUP = (0.772, 0.876)
-"""Interval of the share of suffixes that differ in bfloat16, of 'Stage-Replay Divergence'."""
+def sentences(own: Sequence[Row]) -> list[str]:
+    """What holds of one model and what does not, as far as it was run."""
+    return [sentence for tell in TOLD for sentence in tell(own)]
 
 
-def sentences(found: Found) -> list[str]:
-    """What holds here and what does not, as far as it was run."""
-    said = []
-    for model in dict.fromkeys(model for model, _ in found):
-        own = [one for name, one in found if name == model]
-        for tell in TOLD:
-            said += [f"{model}: {sentence}" for sentence in tell(own)]
-    return said + _alarms(found) + _caught(found) + _replicas(found)
+def overall(found: Found) -> list[str]:
+    """What all runs together say of the audit itself: false alarms, faults caught, replicas."""
+    return _alarms(found) + _caught(found) + _replicas(found)
 
 
 def live(finding: Row) -> bool:
@@ -58,8 +52,14 @@ def _clean(finding: Row) -> bool:
 
 def counted(measure: Row) -> str:
     """A rate as hits of n, with its interval; none is given as an upper bound."""
-    hits, n = round(measure["value"] * measure["n"]), measure["n"]
-    low, high = measure["ci"] or wilson(hits, n)
+    return share(round(measure["value"] * measure["n"]), measure["n"])
+
+
+def share(hits: int, n: int) -> str:
+    """Hits of n with Wilson's interval, as an upper bound where there are none."""
+    if not n:
+        return "0 of 0"
+    low, high = wilson(hits, n)
     return f"{hits} of {n} (at most {high:.1%})" if not hits else f"{hits} of {n} [{low:.1%}, {high:.1%}]"
 
 
@@ -74,22 +74,47 @@ def _of(own: Iterable[Row], protocol: str, measure: str) -> list[Row]:
 def _free(own: Sequence[Row]) -> list[str]:
     said = []
     for one in _of(own, "free_run", "prompts_diverging"):
-        rate, sampler, dtype = one["measures"]["prompts_diverging"], one["detail"]["sampler"]["name"], _dtype(one)
+        measures, sampler, dtype = one["measures"], one["detail"]["sampler"]["name"], _dtype(one)
+        rate = measures["prompts_diverging"]
         words = f"{sampler} runs in {dtype} part on {counted(rate)} prompts within {_longest(one)} tokens"
-        if sampler == "greedy":
-            hits = round(rate["value"] * rate["n"])
-            if dtype == "float32":
-                words += ", none, as in 'The Illusion of Equivalence'" if not hits else ", where that paper has none"
-            else:
-                holds = "holds" if hits == rate["n"] else "does not hold at this length"
-                words += f": that all of them do, as that paper has it of float16, {holds}"
-        if "steps_recomputed" in one["measures"]:
-            done = one["measures"]["steps_recomputed"]
-            words += f"; {done['value']:.1%} of the OFF steps were near enough to a tie to be recomputed"
-            if "screening_agrees" in one["measures"]:
-                words += f", and full recomputation agreed on {counted(one['measures']['screening_agrees'])} prompts"
-        said.append(words + ".")
+        hits = round(rate["value"] * rate["n"])
+        if sampler == "greedy" and dtype == "float32":
+            words += ", none, as in 'The Illusion of Equivalence'" if not hits else ", where that paper has none"
+        elif sampler == "greedy":
+            holds = "holds" if hits == rate["n"] else "does not hold at this length"
+            words += f": that all of them do, as that paper has it of float16, {holds}"
+        ended = measures.get("prompts_ended_together")
+        if ended is not None and ended["value"]:
+            words += f"; {counted(ended)} ended together before that"
+        said.append(words + _screened(measures) + _edges(one) + ".")
     return said
+
+
+def _screened(measures: Row) -> str:
+    if "steps_recomputed" not in measures:
+        return ""
+    words = (
+        f"; OFF was screened: {measures['steps_recomputed']['value']:.1%} of its steps were near enough to a tie to be "
+        "recomputed"
+    )
+    whole = measures.get("screening_agrees")
+    if whole is not None:
+        agreed = round(whole["value"] * whole["n"])
+        words += f", and recomputed at every step it was the same on {agreed} of the {whole['n']} prompts tried"
+    return words
+
+
+def _edges(finding: Row) -> str:
+    """Of drawn runs: at how many splits a token had crossed the edge of what is drawn from, and how near the rest."""
+    splits = [one for one in finding["detail"].get("splits", []) if one.get("crossed") is not None]
+    if finding["detail"]["sampler"]["name"] == "greedy" or not splits:
+        return ""
+    near = [min(one["margins"]) for one in splits if not one["crossed"] and None not in one["margins"]]
+    words = (
+        f"; at {sum(one['crossed'] for one in splits)} of {len(splits)} splits a token had crossed the edge of what "
+    )
+    words += "is drawn from"
+    return words + (f", and at the others one run's choice led by {max(near):.2g} at most" if near else "")
 
 
 def _longest(finding: Row) -> int:
@@ -104,12 +129,16 @@ def _answers(own: Sequence[Row]) -> list[str]:
         off, on, apart = (measures[f"accuracy_{name}"] for name in ("reference", "other", "difference"))
         ci = apart["ci"]
         side = "neither is better" if ci is None or ci[0] <= 0 <= ci[1] else "ON is better" if ci[0] > 0 else "OFF is"
-        words = (
-            f"answers in {_dtype(one)}: OFF right {counted(off)}, ON {counted(on)}, McNemar's p "
-            f"{measures['accuracy_mcnemar_p']['value']:.3g}: {side}; {counted(measures['answers_differing'])} differ"
+        words = f"answers in {_dtype(one)}: OFF right {counted(off)}, ON {counted(on)}"
+        if "right_in_reference_alone" in measures:
+            alone = [round(measures[f"right_in_{arm}_alone"]["value"] * off["n"]) for arm in ("reference", "other")]
+            words += f"; in OFF alone {alone[0]}, in ON alone {alone[1]}"
+        words += (
+            f" (McNemar's exact p {measures['accuracy_mcnemar_p']['value']:.3g}): {side}; "
+            f"{counted(measures['answers_differing'])} differ"
         )
         if max(off["value"], on["value"]) < 0.1:
-            words += " (so few are right that their number says nothing of ON against OFF)"
+            words += "; so few are right that their number says nothing of ON against OFF"
         said.append(words + ".")
     return said
 
@@ -123,15 +152,12 @@ def _constructions(own: Sequence[Row]) -> list[str]:
     for one in _of(own, "stage_replay", "suffix_differs"):
         if one["arms"][-1]["construction"] != "incremental":
             continue
-        rate, dtype = one["measures"]["suffix_differs"], _dtype(one)
         words = (
-            f"suffixes of {one['detail']['suffix_tokens']} tokens from a cache built token by token differ in {dtype} "
-            f"in {counted(rate)}"
+            f"suffixes from a cache built token by token and from a prefill differ in {_dtype(one)} in "
+            f"{counted(one['measures']['suffix_differs'])} within {one['detail']['suffix_tokens']} tokens"
         )
-        if dtype == "bfloat16":
-            low, high = rate["ci"]
-            beside = "below" if high < LORUP[0] else "above" if low > LORUP[1] else "not told apart from"
-            words += f", {beside} the 83 % of 'Stage-Replay Divergence', whose median first divergence is 88"
+        if _dtype(one) == "bfloat16":
+            words += " ('Stage-Replay Divergence': 83 %, over suffixes of its own length, with a median of 88 tokens)"
         said.append(words + ".")
     if distances.get("bfloat16") and distances.get("float32"):
         factor = distances["bfloat16"] / distances["float32"]
@@ -142,6 +168,22 @@ def _constructions(own: Sequence[Row]) -> list[str]:
     return said
 
 
+def _orders(own: Sequence[Row]) -> list[str]:
+    """How much smaller the KL of ON from OFF is in float32 than in bfloat16."""
+    kl = {
+        _dtype(one): one["measures"]["kl_mean"]["value"]
+        for protocol in ("precision_2x2", "fixed_prefix")
+        for one in _of(own, protocol, "kl_mean")
+    }
+    if not (kl.get("bfloat16") and kl.get("float32")):
+        return []
+    return [
+        f"the mean KL of ON from OFF falls from {kl['bfloat16']:.3g} in bfloat16 to {kl['float32']:.3g} in float32, "
+        f"{kl['bfloat16'] / kl['float32']:.2g} times: it is quadratic in the difference of the logits, which would "
+        "explain the eight orders of 'The Illusion of Equivalence'."
+    ]
+
+
 def _transplants(own: Sequence[Row]) -> list[str]:
     tables = [one for one in own if one["protocol"] == "transplant" and "whole" in one["detail"]["matrix"]]
     if not tables:
@@ -150,74 +192,80 @@ def _transplants(own: Sequence[Row]) -> list[str]:
     whole = [one["detail"]["matrix"]["whole"] for one in tables]
     exact, n = sum(row["exact"] for row in whole), sum(row["n_exact"] for row in whole)
     holds = "holds" if exact == n else "does not hold"
-    each = "; ".join(f"{one['detail']['direction'].replace('_', ' ')} {_hits(one, 'whole')}" for one in tables)
+    each = "; ".join(
+        f"{one['detail']['direction'].replace('_', ' ')} {share(row['recovered'], row['n'])}"
+        for one, row in zip(tables, whole, strict=True)
+    )
     first = tables[0]["detail"]
     said.append(
         f"that the cache is the carrier {holds}: a whole transplant gives the donor's logits to the bit in {exact} of "
         f"{n}, and its tokens: {each}; donor and recipient part in {first['parted']} of {first['screened']} passages."
     )
-    parts = {
-        part: (
-            sum(t["detail"]["matrix"][part]["recovered"] for t in have),
-            sum(t["detail"]["matrix"][part]["n"] for t in have),
-        )
-        for part in dict.fromkeys(part for t in tables for part in t["detail"]["matrix"])
-        if (have := [t for t in tables if part in t["detail"]["matrix"]])
-    }
-    alone = [f"{part} alone {_share(*parts[part])}" for part in ("keys", "values") if parts.get(part, (0, 0))[1]]
-    if alone:
+    followed = hybrids(tables)
+    if followed is not None:
+        keys, values, neither = followed
         said.append(
-            f"of the donor's trajectories, both directions taken together, {' and '.join(alone)} are recovered."
+            f"of {keys + values + neither} caches with one run's keys and the other's values, {keys} give the text of "
+            f"the keys' run, {values} of the values' run and {neither} another one (sign test of the first two, p = "
+            f"{mcnemar(keys, values):.2f})."
         )
-    ranges = {part: parts[part] for part in parts if part.startswith("layers") and parts[part][1]}
-    if ranges:
-        enough = [part for part, (hits, of) in ranges.items() if hits == of]
-        told = "; ".join(f"{part.removeprefix('layers, ')} {_share(hits, of)}" for part, (hits, of) in ranges.items())
-        suffices = f"{', '.join(enough)} always suffice" if enough else "no range that was tried always suffices"
-        said.append(f"of layers, {suffices}: {told}.")
-    controls = [part for part in parts if part.startswith("control")]
-    same = all(
-        table["detail"]["matrix"][part]["exact"] == table["detail"]["matrix"][part]["n_exact"]
-        for table in tables
-        for part in controls
-    )
+    parts = [part for part in first["matrix"] if part != "whole" and not part.startswith("control")]
+    enough = [part for part in parts if all(_all_exact(one["detail"]["matrix"].get(part)) for one in tables)]
+    if parts:
+        told = ", ".join(enough) if enough else "none"
+        said.append(f"parts of a cache that always give the donor's logits to the bit, of {len(parts)} tried: {told}.")
+    controls = [part for part in first["matrix"] if part.startswith("control")]
+    same = all(_all_exact(one["detail"]["matrix"].get(part)) for one in tables for part in controls)
     said.append(
         f"the controls of transplants (own cache, built again) {'are' if same else 'are not'} the same to the bit."
     )
     return said
 
 
-def _hits(finding: Row, part: str) -> str:
-    row = finding["detail"]["matrix"][part]
-    return _share(row["recovered"], row["n"])
+def _all_exact(row: Row | None) -> bool:
+    return row is not None and bool(row["n_exact"]) and row["exact"] == row["n_exact"]
 
 
-def _share(hits: int, n: int) -> str:
-    if not n:
-        return "0 of 0"
-    low, high = wilson(hits, n)
-    return f"{hits} of {n} [{low:.0%}, {high:.0%}]"
+def hybrids(tables: Sequence[Row]) -> tuple[int, int, int] | None:
+    """Caches of the keys of one run and the values of the other: how many gave the keys' run's tokens, the values'
+    run's, and neither's.
+
+    The donor's keys in the recipient are the recipient's values in the donor: either direction tells of the same
+    caches what the other does not.
+    """
+    by = {one["detail"]["direction"]: one["detail"]["matrix"] for one in tables}
+    if len(by) != 2 or not all("keys" in matrix and "values" in matrix for matrix in by.values()):
+        return None
+    keys = sum(matrix["keys"]["recovered"] for matrix in by.values())
+    values = sum(matrix["values"]["recovered"] for matrix in by.values())
+    n = sum(matrix["keys"]["n"] for matrix in by.values())
+    return keys, values, n - keys - values
 
 
 def _patches(own: Sequence[Row]) -> list[str]:
     said = []
-    for one in _of(own, "residual_patch", "restored_same_step_last_layer_median"):
+    for one in _of(own, "residual_patch", "restored_same_step_all_layers_mean_clipped"):
         if one["detail"]["direction"] != "off_into_on":
             continue
         at, later = (
-            one["measures"].get(f"restored_{step}_last_layer_median", {}).get("value")
-            for step in ("same_step", "later_steps")
+            one["measures"].get(f"restored_{step}_all_layers_mean_clipped") for step in ("same_step", "later_steps")
         )
-        if later is None:
+        if at is None or later is None:
             continue
-        words = (
-            f"OFF's residual stream behind the last layer, put into ON, closes {at:.0%} of the distance at its own "
-            f"step and {later:.0%} at later ones (medians of n = {one['n']} passages)"
+        low, high = later["ci"] or (later["value"], later["value"])
+        restores = "does not restore" if low <= 0 <= high else "restores a part of" if low > 0 else "makes worse"
+        said.append(
+            f"OFF's residual stream put into ON at one position closes, as a mean over layers, {_mean(at)} of "
+            f"the distance at its own step and {_mean(later)} at the {one['detail']['horizon']} that follow "
+            f"(n = {one['n']} passages): it {restores} later steps, which read keys and values that are still ON's. "
+            "Behind the last layer, which no key or value comes after, that is so by construction."
         )
-        if at > RESTORED > later:
-            words += ": it carries the step, and later ones read keys and values that are still ON's"
-        said.append(words + ".")
     return said
+
+
+def _mean(measure: Row) -> str:
+    interval = "" if measure["ci"] is None else f" [{measure['ci'][0]:.2f}, {measure['ci'][1]:.2f}]"
+    return f"{measure['value']:.2f}{interval}"
 
 
 def _nearer(own: Sequence[Row]) -> list[str]:
@@ -239,10 +287,27 @@ def _nearer(own: Sequence[Row]) -> list[str]:
     return said
 
 
+def _padded(own: Sequence[Row]) -> list[str]:
+    """What left padding alone does, beside ON against OFF."""
+    padded = [
+        one
+        for one in _of(own, "batch", "kl_mean")
+        if one["arms"][-1].get("left_padding") and not one["arms"][-1].get("batch")
+    ]
+    beside = {_dtype(one): one["measures"]["kl_mean"] for one in _of(own, "fixed_prefix", "kl_mean")}
+    return [
+        f"left padding alone moves the predictions in {_dtype(one)} by a mean KL of "
+        f"{one['measures']['kl_mean']['value']:.2g} (n = {one['n']}); ON against OFF "
+        f"{beside[_dtype(one)]['value']:.2g} (n = {beside[_dtype(one)]['n']})."
+        for one in padded
+        if _dtype(one) in beside
+    ]
+
+
 def _overflows(own: Sequence[Row]) -> list[str]:
     return [
         f"{_dtype(one)} overflows in {one['verdicts']['overflow']} of {one['n']} sequences, first in layer "
-        f"{one['layer']}, {one['tensor']}: what is decoded there is no text, and no free runs are compared."
+        f"{one['layer']}, {one['tensor']} ({one['reasons'][0].partition(':')[0]}): free runs in it are not run."
         for one in own
         if one["protocol"] == "fixed_prefix" and one["verdict"] == "overflow"
     ]
@@ -252,9 +317,11 @@ TOLD: tuple[Callable[[Sequence[Row]], list[str]], ...] = (
     _free,
     _answers,
     _constructions,
+    _orders,
     _transplants,
     _patches,
     _nearer,
+    _padded,
     _overflows,
 )
 """What is said of each model, in this order."""
@@ -262,20 +329,28 @@ TOLD: tuple[Callable[[Sequence[Row]], list[str]], ...] = (
 
 def _alarms(found: Found) -> list[str]:
     clean: Counter[str] = Counter()
-    for _, one in found:
+    passages: dict[str, int] = {}
+    for model, one in found:
         if _clean(one):
             clean.update(one["verdicts"])
+            passages[model] = max(passages.get(model, 0), one["n"])
     judged = sum(clean[verdict] for verdict in HARMLESS) + clean["semantic"]
     if not judged:
         return []
-    low, high = wilson(clean["semantic"], judged)
+    least = sum(passages.values())
     words = f"Of {judged} clean pairs of runs that did not overflow, {clean['semantic']} were called semantic"
+    if clean["semantic"]:
+        low, high = wilson(clean["semantic"], judged)
+        words += f" [{low:.2%}, {high:.2%}]"
+    else:
+        words += f" (at most {wilson(0, judged)[1]:.2%}; a passage serves several pairs: of {least} passages, at most "
+        words += f"{wilson(0, least)[1]:.2%})"
     key = "oracle_error_reference"
     tried = sum(one["measures"][key]["n"] for _, one in found if _clean(one) and key in one["measures"])
-    return [
-        f"{words} [{low:.2%}, {high:.2%}]. In {tried} both arms ran in float64 as well; {clean['identical']} were the "
-        "same to the bit, which needs none."
-    ]
+    words += f". In {tried} both arms ran in float64 as well; {clean['identical']} were the same to the bit, which "
+    words += "needs none"
+    exact = judged - tried - clean["identical"]
+    return [words + (f"; {exact} were in float64 themselves." if exact > 0 else ".")]
 
 
 def _caught(found: Found) -> list[str]:
@@ -283,8 +358,9 @@ def _caught(found: Found) -> list[str]:
     if not caught:
         return []
     hits, n = sum(round(one["value"] * one["n"]) for one in caught), sum(one["n"] for one in caught)
+    words = f"Of {n} planted faults, of the kinds below and each in one layer, {hits} were caught, named and located"
     low, high = wilson(hits, n)
-    return [f"Of {n} planted faults, {hits} were caught, named and located [{low:.1%}, {high:.1%}]."]
+    return [f"{words} [{low:.1%}, {high:.1%}]."]
 
 
 def _replicas(found: Found) -> list[str]:
@@ -300,8 +376,8 @@ def _replicas(found: Found) -> list[str]:
         return []
     n = sum(one["n"] if one["protocol"] == "transplant" else sum(one["verdicts"].values()) for one in told)
     equal = sum(one["replicas"] for one in told)
-    low, high = wilson(n - equal, n)
-    words = f"The same path twice gave the same bits in {equal} of {n} (other bits in {low:.2%} to {high:.2%})"
+    words = f"The same path twice gave the same bits in {equal} of the {n} pairs of arms that ran twice"
+    words += f" (other bits in at most {wilson(n - equal, n)[1]:.2%})"
     sizes = [one["measures"]["replica_max_abs"]["value"] for one in told if "replica_max_abs" in one["measures"]]
     known = [size for size in sizes if size is not None]
     return [words + (f"; otherwise up to {max(known):.3g} in a logit: nothing finer is claimed." if known else ".")]

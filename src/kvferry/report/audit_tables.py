@@ -1,0 +1,378 @@
+"""Tables of the page of audits, each out of the findings of all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from kvferry.report.audit_said import live, once, share
+from kvferry.report.tables import markdown
+
+Row = Mapping[str, Any]
+
+Found = Sequence[tuple[str, Row]]
+"""Model and finding."""
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+NOT_RUN = "Not run."
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table, or that there is nothing."""
+    return "\n".join(markdown(head, rows)) if rows else NOT_RUN
+
+
+def told(measure: Row, digits: int = 3) -> str:
+    """A value with its interval and n; none of n as an upper bound."""
+    value, ci, n = measure["value"], measure["ci"], measure["n"]
+    if value is None:
+        return f"none (n {n})"
+    if value == 0 and ci is not None and ci[0] == 0:
+        return f"0 (≤ {ci[1]:.2g}; n {n})"
+    interval = "" if ci is None else f"[{ci[0]:.{digits}g}, {ci[1]:.{digits}g}]; "
+    return f"{value:.{digits}g} ({interval}n {n})"
+
+
+def dtype_of(finding: Row) -> str:
+    return str(finding["arms"][-1]["dtype"])
+
+
+def _models(found: Found) -> list[str]:
+    return list(dict.fromkeys(model for model, _ in found))
+
+
+def _pairs(found: Found, model: str) -> dict[str, Row]:
+    """ON against OFF on fixed prefixes, by dtype."""
+    own = [one for name, one in found if name == model and one["protocol"] in ("fixed_prefix", "precision_2x2")]
+    return {dtype_of(one): one for one in own if once(one)}
+
+
+def _sampled(name: str) -> Callable[[Row], bool]:
+    return lambda one: bool(one["detail"]["sampler"]["name"] == name)
+
+
+def _direction(name: str) -> Callable[[Row], bool]:
+    return lambda one: bool(one["detail"]["direction"] == name)
+
+
+def _incremental(finding: Row) -> bool:
+    return bool(finding["arms"][-1]["construction"] == "incremental")
+
+
+PAPERS: tuple[tuple[str, str, str, str, Callable[[Row], bool]], ...] = (
+    (
+        "greedy runs that part, of prompts",
+        "C&X: 100 % in 9 of 9 fp16 conditions; fp32 none",
+        "free_run",
+        "prompts_diverging",
+        _sampled("greedy"),
+    ),
+    ("top-k runs that part", "C&X: as above", "free_run", "prompts_diverging", _sampled("top_k")),
+    ("top-p runs that part", "C&X: as above", "free_run", "prompts_diverging", _sampled("top_p")),
+    ("accuracy of ON less OFF's", "C&X: ON better in 8 of 9", "free_run", "accuracy_difference", _sampled("greedy")),
+    (
+        "flips on fixed prefixes, by sequence",
+        "C&X: fp32 0.0 %",
+        "fixed_prefix|precision_2x2",
+        "flip_rate_clustered",
+        once,
+    ),
+    ("KL of ON from OFF, mean", "C&X: eight orders smaller in fp32", "fixed_prefix|precision_2x2", "kl_mean", once),
+    (
+        "suffixes that differ by construction",
+        "Lorup: bf16 83 % (77.2 to 87.6), n 200; fp32 0 (≤ 1.88 %)",
+        "stage_replay",
+        "suffix_differs",
+        _incremental,
+    ),
+    ("their first divergence, median", "Lorup: 88", "stage_replay", "suffix_first_divergence_median", _incremental),
+    (
+        "relative L2 of the cache, median",
+        "Lorup: bf16 1.22e-2; fp32 4.27e-6",
+        "stage_replay",
+        "cache_l2_median",
+        _incremental,
+    ),
+    (
+        "largest logit difference, median",
+        "Lorup: bf16 0.4375; fp32 1.04e-4",
+        "stage_replay",
+        "max_abs_median_of_sequences",
+        _incremental,
+    ),
+    (
+        "transplants that give the donor's tokens",
+        "Lorup: 24 of 24 and 43 of 43",
+        "transplant",
+        "whole: tokens recovered",
+        _direction("donor_to_recipient"),
+    ),
+    (
+        "the same, recipient into donor",
+        "Lorup: as above",
+        "transplant",
+        "whole: tokens recovered",
+        _direction("recipient_to_donor"),
+    ),
+    (
+        "later steps restored by a residual patch",
+        "C&X: not",
+        "residual_patch",
+        "restored_later_steps_all_layers_mean_clipped",
+        _direction("off_into_on"),
+    ),
+)
+"""What, the figure of either paper, the protocol and measure that answer it here, and of which findings."""
+
+
+def papers(found: Found) -> str:
+    """Ours beside the papers' figures: a row a measure and model, a column a dtype."""
+    dtypes = [dtype for dtype in DTYPES if dtype != "float64"]
+    rows = []
+    for title, figures, protocol, measure, wanted in PAPERS:
+        for model in _models(found):
+            own = {
+                dtype_of(one): one
+                for name, one in found
+                if name == model
+                and one["protocol"] in protocol.split("|")
+                and measure in one["measures"]
+                and wanted(one)
+            }
+            cells = [_cell(own[dtype], measure) if dtype in own else "" for dtype in dtypes]
+            if any(cells):
+                rows.append((title, figures, model, *cells))
+    return table(("what", "papers", "model", *dtypes), rows)
+
+
+def _cell(finding: Row, measure: str) -> str:
+    found = finding["measures"][measure]
+    if found["value"] is None:
+        horizon = finding["detail"].get("suffix_tokens") or finding["detail"].get("new_tokens")
+        return f"not reached in {horizon} (n {found['n']})" if horizon else f"none (n {found['n']})"
+    return told(found)
+
+
+FIXED: tuple[tuple[str, str], ...] = (
+    ("sequences that differ", "sequences_differing"),
+    ("flips of OFF's first choice", "flip_rate_clustered"),
+    ("flips beyond rounding", "unexplained_flips"),
+    ("largest margin at a flip", "margin_at_flips_max"),
+    ("margin, median", "margin_median"),
+    ("flips of OFF against float64", "oracle_flip_rate_reference"),
+    ("flips of ON against float64", "oracle_flip_rate_other"),
+    ("KL of ON from OFF, mean", "kl_mean"),
+    ("KL, the other way", "kl_reverse_mean"),
+    ("KL, p50", "kl_p50"),
+    ("KL, p95", "kl_p95"),
+    ("KL, p99", "kl_p99"),
+    ("KL, largest", "kl_max"),
+    ("largest difference of a logit, p50", "max_abs_p50"),
+    ("largest difference of a logit, p99", "max_abs_p99"),
+    ("largest difference of a logit", "max_abs_max"),
+)
+"""What measures of fixed prefixes are called."""
+
+
+def fixed(found: Found) -> str:
+    """ON against OFF on fixed prefixes, a column a model and dtype."""
+    columns = [
+        (f"{model}, {dtype}", pairs[dtype])
+        for model in _models(found)
+        if (pairs := _pairs(found, model))
+        for dtype in DTYPES
+        if dtype in pairs and "kl_mean" in pairs[dtype]["measures"]
+    ]
+    rows = [
+        (title, *(told(one["measures"][key]) if key in one["measures"] else "" for _, one in columns))
+        for title, key in FIXED
+    ]
+    rows += [
+        ("KL, p99 by quarter of the suffix", *(_depth(one["detail"]["by_depth"]) for _, one in columns)),
+        ("layer of the first difference", *(_text(one["detail"].get("onset_layer")) for _, one in columns)),
+        ("growth a layer of the residual's", *(_text(one["detail"].get("growth_per_layer")) for _, one in columns)),
+    ]
+    return table(("", *(name for name, _ in columns)), rows if columns else [])
+
+
+def _depth(parts: Sequence[Row]) -> str:
+    return ", ".join(f"{part['kl'][2]:.2g}" if "kl" in part else "none" for part in parts)
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+FREE = (
+    ("prompts_diverging", "prompts that part"),
+    ("prompts_ended_together", "ended together"),
+    ("divergence_per_token_at_risk", "a token at risk"),
+    ("first_divergence_median", "median of all"),
+    ("splits_at_the_edge", "splits at the sampler's edge"),
+    ("steps_recomputed", "OFF steps recomputed"),
+    ("accuracy_reference", "right, OFF"),
+    ("accuracy_other", "right, ON"),
+    ("answers_differing", "answers that differ"),
+)
+"""Measures of free runs, and what they are called."""
+
+
+def free(found: Found) -> str:
+    """Free runs, a row a model, dtype and sampler."""
+    rows = [
+        (
+            model,
+            dtype_of(one),
+            one["detail"]["sampler"]["name"],
+            *(_cell(one, key) if key in one["measures"] else "" for key, _ in FREE),
+            f"{sum(one['verdicts'].values())} of {one['n']}",
+        )
+        for model, one in found
+        if one["protocol"] == "free_run"
+    ]
+    return table(("model", "dtype", "sampler", *(title for _, title in FREE), "ran twice, and in float64"), rows)
+
+
+def constructions(found: Found) -> str:
+    """Caches by construction, against a prefill at once."""
+    rows = [
+        (
+            model,
+            dtype_of(one),
+            one["arms"][-1]["construction"],
+            *(
+                _cell(one, key)
+                for key in (
+                    "suffix_differs",
+                    "suffix_first_divergence_median",
+                    "cache_l2_keys_median",
+                    "cache_l2_values_median",
+                    "max_abs_median_of_sequences",
+                )
+            ),
+            _kinds(one["detail"].get("kinds", {})),
+        )
+        for model, one in found
+        if one["protocol"] == "stage_replay" and live(one) and "cache_l2_keys_median" in one["measures"]
+    ]
+    head = ("model", "dtype", "construction", "suffixes that differ", "first divergence, median", "keys, relative L2")
+    return table((*head, "values", "largest logit difference, median", "keys of sliding / full layers"), rows)
+
+
+def _kinds(kinds: Mapping[str, Row]) -> str:
+    if len(kinds) < 2:
+        return ""
+    return " / ".join(f"{name} {kinds[name]['keys']:.2g}" for name in sorted(kinds, reverse=True))
+
+
+def faults(found: Found) -> str:
+    """What was planted, and as what it was found."""
+    rows = []
+    for model, one in found:
+        if one["protocol"] != "self_check":
+            continue
+        expected, caught, known = one["detail"]["expected"], one["measures"]["caught"], one["diagnosis"]
+        rows.append(
+            (
+                model,
+                one["arms"][-1]["change"],
+                f"layer {expected['layer']}, {expected['tensor']}: {expected['name']}",
+                f"{one['verdict']}, layer {one['layer']}, {one['tensor']}: {known['name'] if known else 'no name'}",
+                share(round(caught["value"] * caught["n"]), caught["n"]),
+                one["reasons"][1].removeprefix("begins in ") if len(one["reasons"]) > 1 else "",
+            )
+        )
+    return table(("model", "fault", "expected", "found in most", "caught", "where it begins"), rows)
+
+
+def oracle(found: Found) -> str:
+    """Which arm is nearer to float64."""
+    keys = ("oracle_error_reference", "oracle_error_other", "oracle_error_difference", "oracle_other_nearer")
+    rows = [
+        (
+            model,
+            dtype_of(one),
+            one["protocol"],
+            f"{arm(one['arms'][0])}, {arm(one['arms'][1])}",
+            *(told(one["measures"][key]) for key in keys),
+        )
+        for model, one in found
+        if keys[-1] in one["measures"] and one["protocol"] != "self_check" and once(one)
+    ]
+    head = ("model", "dtype", "protocol", "first and second arm", "error of the first", "of the second", "difference")
+    return table((*head, "second is nearer"), rows)
+
+
+def transplants(found: Found) -> str:
+    """What part of one run's cache in the other's gives what, a row a part, a column a direction."""
+    rows = []
+    for model in _models(found):
+        own = [one for name, one in found if name == model and one["protocol"] == "transplant"]
+        by = {one["detail"]["direction"]: one["detail"]["matrix"] for one in own}
+        for part in dict.fromkeys(part for matrix in by.values() for part in matrix):
+            cells = []
+            for direction in ("donor_to_recipient", "recipient_to_donor"):
+                row = by.get(direction, {}).get(part)
+                cells += ["", ""] if row is None else [_of(row, "recovered", "n"), _of(row, "exact", "n_exact")]
+            rows.append((model, part, *cells))
+    head = ("model", "part", "donor into recipient: tokens", "logits to the bit", "recipient into donor: tokens")
+    return table((*head, "logits to the bit"), rows)
+
+
+def _of(row: Row, hits: str, n: str) -> str:
+    return share(row[hits], row[n])
+
+
+def patches(found: Found) -> str:
+    """What a patch of the residual stream restores: by layer, steps after it, and position."""
+    rows = []
+    for model, one in found:
+        if one["protocol"] != "residual_patch":
+            continue
+        for row in one["detail"]["matrix"]:
+            rows.append(
+                (
+                    model,
+                    one["detail"]["direction"].replace("_", " "),
+                    str(row["layer"]),
+                    _shares(row["restored"][:1]),
+                    _shares(row["restored"][1:]),
+                    _shares(row.get("by_position", [])),
+                    str(row["n"][0]),
+                )
+            )
+    head = ("model", "direction", "behind layer", "own step, median", "steps after it", "own step by position")
+    return table((*head, "patches"), rows)
+
+
+def _shares(values: Iterable[float | None]) -> str:
+    return ", ".join("none" if value is None else f"{value:.2f}" for value in values)
+
+
+def verdicts(found: Found) -> str:
+    """The verdict on every pair of arms but planted faults."""
+    rows = [
+        (
+            model,
+            one["protocol"],
+            arm(one["arms"][-1], dtype=True),
+            ", ".join(f"{verdict} {count}" for verdict, count in one["verdicts"].items()),
+            "" if one["layer"] is None else f"{one['layer']}, {one['tensor']}",
+            "" if one["replicas"] is None else str(one["replicas"]),
+            one["reasons"][0] if one["reasons"] else "",
+        )
+        for model, one in found
+        if one["protocol"] != "self_check" and once(one)
+    ]
+    head = ("model", "protocol", "second arm", "verdicts of sequences", "begins in layer", "same bits twice")
+    return table((*head, "decided by, first sequence"), rows)
+
+
+def arm(described: Row, *, dtype: bool = False) -> str:
+    """An arm in words: what builds the cache, what decodes, and all that is not the model's own."""
+    said = [] if not dtype else [str(described["dtype"])]
+    said.append(f"{described['construction']}/{described['decode']}")
+    more = {k: v for k, v in described.items() if k not in ("dtype", "attn", "threads", "construction", "decode")}
+    said += [f"{name.replace('_', ' ')} {value}" for name, value in more.items()]
+    return ", ".join(said)
