@@ -65,6 +65,8 @@ PARTS = {
         *("--explain", "1", "--prefix", "48", "--suffix", "8"),
     ),
     "batch": ("--dtype", "bfloat16", "--protocol", "batch", "--n", "8", *_SHORT),
+    # A cache that was shipped, held against the receiver's own, stage by stage.
+    "packet": ("--new", "64"),
 }
 """Name → what `kvferry audit` is asked; the sizes are what some two hours allow a model on one thread."""
 
@@ -109,6 +111,21 @@ def side_by_side(given: argparse.Namespace, models: list[str]) -> None:
         raise SystemExit(f"not all parts ran: {dict(zip(models, statuses, strict=True))}")
 
 
+SHIPPED = ("--max-tokens", "256", "--dtype", "bfloat16")
+"""Of the cache of part ``packet``."""
+
+BUDGET = "0.28"
+
+
+def shipped(text: Path, model: str) -> Path:
+    """A packet of the cache of the first tokens of a text."""
+    cache, packet = (TEXTS.parent / f"audit-{model}.{kind}" for kind in ("cache", "packet"))
+    if not packet.exists():
+        call("capture", model, "--text", str(text), *SHIPPED, "-o", str(cache), "--json")
+        call("ship", "encode", str(cache), "-o", str(packet), "--budget", BUDGET, "--policy", "fast", "--json")
+    return packet
+
+
 def run(part: str, model: str, given: argparse.Namespace) -> None:
     """One part of one model, unless it is kept."""
     asked = INSTEAD.get((model, part), PARTS[part])
@@ -118,7 +135,10 @@ def run(part: str, model: str, given: argparse.Namespace) -> None:
     tasks = place("gsm8k-test.jsonl", (given.data / "gsm8k" / "test_a.jsonl").read_text(encoding="utf-8"))
     source = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
     log = TEXTS.parent / f"audit-{model}.jsonl"
-    own = ("--log", str(log), "--threads", str(given.threads), "--json")
+    kept: tuple[str, ...] = ("--log", str(log))
+    if part == "packet":
+        source, kept = ("--packet", str(shipped(text, model))), ()
+    own = (*kept, "--threads", str(given.threads), "--json")
     path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
     if is_kept(path, command, CODE):
         return

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 import kvferry as kv
+from kvferry.audit.codec import codec_of
+from kvferry.audit.given import audit_cache
+from kvferry.audit.models import ModelSet
 from kvferry.audit.settings import Settings
 from kvferry.errors import InvalidInput
 from kvferry.report.audit import survival
@@ -61,6 +64,20 @@ def test_the_page_says_what_was_found(results: dict[str, Any], tmp_path: Path) -
     assert "kvferry audit tiny" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)
+
+
+def test_a_shipped_cache_is_told_stage_by_stage(tmp_path: Path) -> None:
+    models = ModelSet(tiny.llama(dtype=torch.bfloat16))
+    packet = kv.encode(kv.capture(models.own, tiny.prompt(1, 40)), 0.6, "fast")
+    finding = audit_cache(models, kv.decode(packet), codec=codec_of(packet), new_tokens=4)
+    (tmp_path / "audit-x.json").write_text(
+        json.dumps({"environment": ENVIRONMENT, "result": {"findings": [finding.to_json()]}})
+    )
+    text = write(tmp_path).read_text()
+    told = text.partition("## A shipped cache")[2].partition("\n## ")[0]
+    for stage in ("replica", "construction: incremental", "codec: own cache through it", "given, keys alone"):
+        assert f"| tiny | {stage} |" in told
+    assert "verdict `codec`" in told
 
 
 def test_figures_lie_beside_the_page_and_are_the_same_each_time(results: dict[str, Any], tmp_path: Path) -> None:

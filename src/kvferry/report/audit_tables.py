@@ -350,6 +350,44 @@ def _shares(values: Iterable[float | None]) -> str:
     return ", ".join("none" if value is None else f"{value:.2f}" for value in values)
 
 
+def stages(found: Found) -> str:
+    """Where the distance of a given cache to the receiver's own comes from: a row a stage."""
+    rows = [
+        (
+            model,
+            row["stage"],
+            _text(row["cache_l2"]),
+            _text(row["kl_mean"]),
+            _text(row["max_abs"]),
+            f"{row['flips']} of {row['n']}",
+        )
+        for model, one in found
+        if one["protocol"] == "given_cache"
+        for row in one["detail"]["stages"]
+    ]
+    head = ("model", "cache", "relative L2 to the own", "KL, mean", "largest logit difference", "flips")
+    return table(head, rows)
+
+
+def carriers(found: Found) -> list[str]:
+    """What carries most of a given cache's distance, and the flips that margins predict, in words."""
+    said = []
+    for model, one in found:
+        if one["protocol"] != "given_cache":
+            continue
+        most = ", ".join(
+            f"{row['tensor']} of layer {row['layer']} {row['share']:.0%}" for row in one["detail"]["layers"][:4]
+        )
+        measures = one["measures"]
+        flips = measures["flip_rate"]
+        said.append(
+            f"{model}: verdict `{one['verdict']}` ({one['reasons'][0]}); most of the squared distance lies in {most}; "
+            f"margins predict {measures['expected_flips']['value']:.1f} flips in {flips['n']}, there are "
+            f"{round(flips['value'] * flips['n'])}."
+        )
+    return said
+
+
 def verdicts(found: Found) -> str:
     """The verdict on every pair of arms but planted faults."""
     rows = [
@@ -363,7 +401,7 @@ def verdicts(found: Found) -> str:
             one["reasons"][0] if one["reasons"] else "",
         )
         for model, one in found
-        if one["protocol"] != "self_check" and once(one)
+        if one["protocol"] not in ("self_check", "given_cache") and once(one)
     ]
     head = ("model", "protocol", "second arm", "verdicts of sequences", "begins in layer", "same bits twice")
     return table((*head, "decided by, first sequence"), rows)
