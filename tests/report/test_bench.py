@@ -14,6 +14,7 @@ from kvferry.errors import InvalidInput
 from kvferry.evaluate import bench_codec
 from kvferry.evaluate.codec_peers import PEERS
 from kvferry.report.bench import goals, plot, render, write_page
+from kvferry.report.bench_handoff import _verdict
 
 ENVIRONMENT = {
     "cpu": "some processor", "cpus": 2, "python": "3.11", "torch": "2", "git_revision": "abc+", "seed": 0,
@@ -127,3 +128,20 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(InvalidInput, match=r"x\.json"):
             write_page(tmp_path, [path])
+
+
+def test_what_links_cost_is_said_in_words() -> None:
+    def row(budget: float, ttft: float, wire: float, **more: Any) -> dict[str, Any]:
+        told = {"tokens": 512, "link": "1gbit", "policy": "auto", "pipelined": False, "progressive": False, "n": 2}
+        seconds = {"ttft": {"median": ttft}, "wire": {"median": wire}}
+        return {**told, "budget_asked": budget, "seconds": seconds, "transfer_share": wire / ttft, "bound": None} | more
+
+    bound = {"met": False, "met_by": 0.5}
+    rows = [row(1.0, 2.0, 1.0), row(0.25, 1.25, 0.25), row(0.25, 1.5, 0.3, progressive=True)]
+    rows.append(row(0.25, 1.0, 0.2, pipelined=True, bound=bound))
+    said = _verdict(rows)
+    assert "met in 0 of 1 combinations, by the medians of n = 2 or more; with a hand-off's own" in said[0]
+    assert "by 1 of 2 hand-offs" in said[0]
+    assert "after 1.20 of the time" in said[1]
+    assert "0.25: 0.25 and 0.40." in said[2]
+    assert _verdict([]) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -48,12 +49,68 @@ def render_bench(result: Row, environment: Row) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> list[str]:
+    said = [*_bound(rows), *_progressive(rows), *_wire(rows)]
+    return [*(f"- {sentence}" for sentence in said), *([""] if said else [])]
+
+
+def _bound(rows: Sequence[Row]) -> list[str]:
     judged = [row for row in rows if row["bound"] is not None]
     if not judged:
         return []
     met = sum(row["bound"]["met"] for row in judged)
-    least = min(row["n"] for row in judged)
-    return [f"The bound is met in {met} of {len(judged)} combinations, by the medians of n = {least} or more.", ""]
+    least, n = min(row["n"] for row in judged), sum(row["n"] for row in judged)
+    own = round(sum(row["bound"]["met_by"] * row["n"] for row in judged))
+    return [
+        f"The bound is met in {met} of {len(judged)} combinations, by the medians of n = {least} or more; with a "
+        f"hand-off's own prefill in its place, by {own} of {n} hand-offs."
+    ]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("tokens", "link", "policy", "pipelined"))
+
+
+def _progressive(rows: Sequence[Row]) -> list[str]:
+    """The first token of progressive packets beside that of plain ones of the same budget."""
+    plain = {(*_key(row), row["budget_asked"]): row for row in rows if not row["progressive"]}
+    ratios = [
+        row["seconds"]["ttft"]["median"] / beside["seconds"]["ttft"]["median"]
+        for row in rows
+        if row["progressive"] and (beside := plain.get((*_key(row), row["budget_asked"]))) is not None
+    ]
+    if not ratios:
+        return []
+    return [
+        f"The first token out of a progressive packet comes after {median(ratios):.2f} of the time that it takes out "
+        f"of a plain one (median of {len(ratios)} pairs of combinations; {min(ratios):.2f} to {max(ratios):.2f})."
+    ]
+
+
+SLOW = ("100mbit", "500mbit", "1gbit")
+"""Links on which the wire counts."""
+
+
+def _wire(rows: Sequence[Row]) -> list[str]:
+    """Time on the wire and its share of the time to the first token, over those of a packet of 16 bit."""
+    own = [row for row in rows if row["link"] in SLOW and not row["pipelined"] and not row["progressive"]]
+    whole = {(row["tokens"], row["link"]): row for row in own if row["budget_asked"] == 1}
+    told = []
+    for budget in sorted({row["budget_asked"] for row in own} - {1}, reverse=True):
+        pairs = [
+            (row, whole[row["tokens"], row["link"]])
+            for row in own
+            if row["budget_asked"] == budget and (row["tokens"], row["link"]) in whole
+        ]
+        if pairs:
+            wire = median(a["seconds"]["wire"]["median"] / b["seconds"]["wire"]["median"] for a, b in pairs)
+            share = median(a["transfer_share"] / b["transfer_share"] for a, b in pairs)
+            told.append(f"{budget:g}: {wire:.2f} and {share:.2f}")
+    if not told:
+        return []
+    return [
+        "Time on the wire, and its share of the time to the first token, of plain packets over those of 16 bit, by "
+        f"budget, medians over lengths and links of 1 Gbit/s and less: {'; '.join(told)}."
+    ]
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
