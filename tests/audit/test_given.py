@@ -10,11 +10,12 @@ import torch
 
 from kvferry.audit import faults
 from kvferry.audit.arm import Arm, Change
-from kvferry.audit.codec import codec_of
+from kvferry.audit.codec import asks_queries, codec_of, works
 from kvferry.audit.generate import build_cache
 from kvferry.audit.given import audit_cache, expected_flips
 from kvferry.audit.models import ModelSet
 from kvferry.errors import IncompatibleIdentity, InvalidInput
+from kvferry.hf.capture import capture
 from kvferry.ship.encode import decode, encode
 from kvferry.snapshot import Snapshot
 from tests.hf import tiny
@@ -81,6 +82,27 @@ def test_a_packet_is_as_lossy_as_it_says(models: ModelSet, prompt: torch.Tensor,
     assert any(line["stage"].startswith("codec") for line in found.detail["stages"])
 
 
+def test_a_codec_that_asks_queries_has_the_receivers_own(models: ModelSet, prompt: torch.Tensor) -> None:
+    seen = capture(models.own, prompt, query_window=8)
+    packet = encode(seen, 0.6, "fast")
+    assert asks_queries(packet)
+    arrived = decode(packet)
+    assert not works(codec_of(packet), arrived), "what arrived has no queries to rank its tokens by"
+    codec = codec_of(packet, seen)
+    assert works(codec, arrived)
+    found = audit_cache(models, arrived, codec=codec, new_tokens=NEW)
+    assert found.verdict == "codec", found.reasons
+    assert found.detail["codec_checked"]
+    assert "no larger" in found.reasons[0]
+    coded, given = (
+        next(one for one in found.detail["stages"] if one["stage"].startswith(name)) for name in ("codec", "given")
+    )
+    assert coded["cache_l2"] == pytest.approx(given["cache_l2"], rel=0.5)
+    unchecked = audit_cache(models, arrived, new_tokens=NEW)
+    assert unchecked.verdict == "codec"
+    assert "was not checked" in unchecked.reasons[0]
+
+
 def test_a_fault_behind_a_codec_is_no_codec(models: ModelSet, prompt: torch.Tensor) -> None:
     wrong = cache(models, prompt, change=faults.swapped_head(1))
     packet = encode(wrong, None, "uniform_int8")
@@ -104,8 +126,6 @@ def test_what_is_refused(models: ModelSet, prompt: torch.Tensor) -> None:
     with pytest.raises(IncompatibleIdentity):
         audit_cache(models, cache(other, prompt), new_tokens=NEW)
     twice = tiny.prompt(2, 12)
-    from kvferry.hf.capture import capture
-
     with pytest.raises(InvalidInput):
         audit_cache(models, capture(models.own, twice), new_tokens=NEW)
 

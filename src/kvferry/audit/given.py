@@ -167,6 +167,10 @@ def _judge(models: ModelSet, snapshot: Snapshot, runs: _Runs, lossy: bool, verif
     reasons = verdict.reasons
     if verdict.name == "rounding":
         reasons = ("no farther from a float64 prefill than the receiver's own caches are", *verdict.reasons[1:])
+    elif verdict.name == "codec" and runs.coded is None:
+        reasons = ("stays at any precision, as a declared lossy stage does; its size was not checked", *notes)
+    elif verdict.name == "codec":
+        reasons = ("stays at any precision, as declared by a lossy stage, and is no larger than it is here", *notes)
     elif verdict.name == "semantic" and under is None:
         reasons = ("farther from a float64 prefill than rounding takes the receiver's own caches", *verdict.reasons[1:])
     layer, tensor = None, None

@@ -185,23 +185,23 @@ def _protocols(
 def _given(
     common: Common, name: str, packet: str | None, cache: str | None, settings: Settings
 ) -> tuple[list[Finding], dict[str, Any]]:
-    from kvferry.audit.codec import codec_of, works
+    from kvferry.audit.codec import asks_queries, codec_of, works
     from kvferry.audit.given import audit_cache
     from kvferry.audit.models import ModelSet
     from kvferry.audit.protocols import replica_floor
+    from kvferry.hf.capture import capture
+    from kvferry.hf.identity import identity_of
     from kvferry.hf.models import load_model
+    from kvferry.hf.observe import QUERY_WINDOW
     from kvferry.ship.encode import decode
     from kvferry.ship.packet import Packet
     from kvferry.snapshot import Snapshot
 
-    codec = None
+    codec = shipped = None
     if packet is not None:
         check_kind(packet, "packet", snapshot="give it with --cache")
         shipped = Packet.load(packet)
         snapshot = decode(shipped)
-        codec = codec_of(shipped)
-        if codec is not None and not works(codec, snapshot):
-            codec = None
     else:
         assert cache is not None
         check_kind(cache, "snapshot", packet="give it with --packet")
@@ -209,6 +209,12 @@ def _given(
     dtype, attn = common.fill_defaults(snapshot.identity.dtype, snapshot.identity.attention)
     with working("loading the model"):
         loaded, _ = load_model(name, dtype=dtype, attn=attn)
+    if shipped is not None:
+        snapshot.identity.require_compatible(identity_of(loaded))
+        observed = capture(loaded, snapshot.token_ids, query_window=QUERY_WINDOW) if asks_queries(shipped) else None
+        codec = codec_of(shipped, observed)
+        if codec is not None and not works(codec, snapshot):
+            codec = None
     with progress() as on_progress:
         finding = audit_cache(
             ModelSet(loaded), snapshot, codec=codec, new_tokens=settings.new_tokens, on_progress=on_progress
