@@ -41,7 +41,8 @@ SLACK = 4.0
 """A given cache may be off by so many times the worst of the receiver's own, of each layer and tensor."""
 
 CODEC_SLACK = 1.5
-"""And a declared codec's by so many times what the receiver's own cache is behind that codec."""
+"""And behind a declared codec, keys or values as a whole by so many times what the receiver's own are behind it: which
+layers and tokens it spares hangs on choices that a few bits move."""
 
 Codec = Callable[[Snapshot], Snapshot]
 
@@ -210,13 +211,19 @@ def _judge(models: ModelSet, snapshot: Snapshot, runs: _Runs, lossy: bool, verif
 def _within_codec(
     runs: _Runs, distances: Drift, bounds: dict[str, Any], dropped: np.ndarray[Any, Any], where: Location
 ) -> tuple[bool, Location | None]:
-    """Whether a declared codec explains all that is beyond rounding; else where it does not."""
+    """Whether a declared codec explains all that is beyond rounding; else where it does not.
+
+    What was given is the cache alone: the rest of the difference has followed from it.
+    """
     if runs.coded is None:
+        return True, where
+    own, given, through = runs.own.built, runs.given.built, runs.coded.built
+    sides = (("keys",), ("values",))
+    if all(cache_distance(own, given, side) <= CODEC_SLACK * cache_distance(own, through, side) for side in sides):
         return True, where
     coded = _masked(drift(runs.exact, runs.coded), dropped)
     wider = {name: np.maximum(bounds[name], CODEC_SLACK * coded.by_layer(name)) for name in TENSORS}
-    beyond = locate(distances, wider, runs.exact, runs.given)
-    return (True, where) if beyond is None else (False, beyond)
+    return False, locate(distances, wider, runs.exact, runs.given) or where
 
 
 def _measures(own: Trace, given: Trace) -> dict[str, Measure]:
