@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.parts import TEXTS, call, is_kept, keep, place
@@ -20,6 +21,9 @@ from kvferry.report.audit_page import write
 
 CODE = tuple(f"src/kvferry/{room}" for room in ("audit", "evidence", "hf", "ship/quantize", "snapshot"))
 """What a record of an audit hangs on."""
+
+SHIP = "src/kvferry/ship"
+"""And one of a shipped cache."""
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 
@@ -68,7 +72,7 @@ PARTS = {
     # A cache that was shipped, held against the receiver's own, stage by stage.
     "packet": ("--new", "64"),
 }
-"""Name → what `kvferry audit` is asked; the sizes are what some two hours allow a model on one thread."""
+"""Name → what `kvferry audit` is asked; how long each takes is told when it is done."""
 
 INSTEAD = {
     ("smollm2-135m", "faults-window"): None,  # it has no sliding layers
@@ -117,13 +121,11 @@ SHIPPED = ("--max-tokens", "256", "--dtype", "bfloat16")
 BUDGET = "0.28"
 
 
-def shipped(text: Path, model: str) -> Path:
-    """A packet of the cache of the first tokens of a text."""
-    cache, packet = (TEXTS.parent / f"audit-{model}.{kind}" for kind in ("cache", "packet"))
-    if not packet.exists():
-        call("capture", model, "--text", str(text), *SHIPPED, "-o", str(cache), "--json")
-        call("ship", "encode", str(cache), "-o", str(packet), "--budget", BUDGET, "--policy", "fast", "--json")
-    return packet
+def ship(text: Path, model: str, packet: Path) -> None:
+    """Make a packet of the cache of the first tokens of a text."""
+    cache = packet.with_suffix(".cache")
+    call("capture", model, "--text", str(text), *SHIPPED, "-o", str(cache), "--json")
+    call("ship", "encode", str(cache), "-o", str(packet), "--budget", BUDGET, "--policy", "fast", "--json")
 
 
 def run(part: str, model: str, given: argparse.Namespace) -> None:
@@ -133,19 +135,24 @@ def run(part: str, model: str, given: argparse.Namespace) -> None:
         return
     text = place("wikitext2-test.txt", (given.data / "wikitext2" / "test.txt").read_text(encoding="utf-8"))
     tasks = place("gsm8k-test.jsonl", (given.data / "gsm8k" / "test_a.jsonl").read_text(encoding="utf-8"))
-    source = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
-    log = TEXTS.parent / f"audit-{model}.jsonl"
-    kept: tuple[str, ...] = ("--log", str(log))
+    source: tuple[str, ...] = ("--tasks", str(tasks)) if "free_run" in asked else ("--text", str(text))
+    log, packet = (TEXTS.parent / f"audit-{model}.{kind}" for kind in ("jsonl", "packet"))
     if part == "packet":
-        source, kept = ("--packet", str(shipped(text, model))), ()
-    own = (*kept, "--threads", str(given.threads), "--json")
+        source = ("--packet", str(packet))
+    else:
+        source += ("--log", str(log))
+    own = ("--threads", str(given.threads), "--json")
     path, command = given.folder / f"audit-{model}-{part}.json", ["audit", model, *asked, *source, *own]
-    if is_kept(path, command, CODE):
+    if is_kept(path, command, (*CODE, *((SHIP,) if part == "packet" else ()))):
         return
+    began = time.perf_counter()
+    if part == "packet":
+        ship(text, model, packet)
     found = call(*command, statuses=(0, 1))
     if json.loads(found)["result"] is None:  # status 1 is also that of a fault that was found
         raise SystemExit(f"{model}, {part}: {json.loads(found)['error']}")
     keep(path, found)
+    print(f"{model}, {part}: {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
 
 
 if __name__ == "__main__":

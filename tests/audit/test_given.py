@@ -10,7 +10,7 @@ import torch
 
 from kvferry.audit import faults
 from kvferry.audit.arm import Arm, Change
-from kvferry.audit.codec import asks_queries, codec_of, works
+from kvferry.audit.codec import asks_queries, audit_packet, codec_of, works
 from kvferry.audit.generate import build_cache
 from kvferry.audit.given import audit_cache, expected_flips
 from kvferry.audit.models import ModelSet
@@ -129,6 +129,10 @@ def test_what_is_refused(models: ModelSet, prompt: torch.Tensor) -> None:
     twice = tiny.prompt(2, 12)
     with pytest.raises(InvalidInput):
         audit_cache(models, capture(models.own, twice), new_tokens=NEW)
+    with pytest.raises(InvalidInput):
+        audit_packet(models, encode(capture(models.own, twice), None, "uniform_int8"), new_tokens=NEW)
+    with pytest.raises(IncompatibleIdentity):
+        audit_packet(other, encode(cache(models, prompt), None, "uniform_int8"), new_tokens=NEW)
 
 
 def test_margins_predict_flips() -> None:
@@ -149,7 +153,7 @@ def test_an_honest_packet_of_a_real_cache_is_no_fault(smollm2: Any, budget: floa
     ids = tokenizer(default_text()[:1500], return_tensors="pt").input_ids[:, :256]
     seen = capture(model, ids, query_window=32)
     packet = encode(seen, budget, "fast")
-    found = audit_cache(ModelSet(model), decode(packet), codec=codec_of(packet, seen), new_tokens=NEW)
+    found = audit_packet(ModelSet(model), packet, new_tokens=NEW)
     assert found.verdict == "codec", found.reasons
     assert found.detail["codec_checked"]
 

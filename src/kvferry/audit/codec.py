@@ -1,20 +1,38 @@
-"""A packet's own codec, to be done to the receiver's cache: what it loses there, it may have lost here."""
+"""Audits of packets: a packet's codec, done to the receiver's own cache, shows what may have been lost on the way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvferry.audit.finding import Finding
+from kvferry.audit.given import audit_cache, require_auditable
+from kvferry.audit.models import ModelSet
+from kvferry.audit.study import OnProgress
 from kvferry.errors import KVFerryError
+from kvferry.hf.capture import capture
+from kvferry.hf.observe import QUERY_WINDOW
 from kvferry.ship.encode import decode, encode
 from kvferry.ship.packet import Packet
 from kvferry.ship.policy import POLICIES
 from kvferry.snapshot import Snapshot
 
-OBSERVATION = "observation_window"
-
 ROOM = 1.02
 """A cache of other bits may need a few more bytes for the same choices."""
+
+
+def audit_packet(
+    models: ModelSet, packet: Packet, *, new_tokens: int = 32, on_progress: OnProgress | None = None
+) -> Finding:
+    """Hold what a packet decodes to against the receiver's own cache of the same tokens, and against that cache behind
+    the packet's codec, where it can be done to it. Arguments and errors as of `audit_cache`."""
+    snapshot = decode(packet)
+    require_auditable(models, snapshot)
+    observed = capture(models.own, snapshot.token_ids, query_window=QUERY_WINDOW) if asks_queries(packet) else None
+    codec = codec_of(packet, observed)
+    if codec is not None and not works(codec, snapshot):
+        codec = None
+    return audit_cache(models, snapshot, codec=codec, new_tokens=new_tokens, on_progress=on_progress)
 
 
 def codec_of(packet: Packet, observed: Snapshot | None = None) -> Callable[[Snapshot], Snapshot] | None:
@@ -41,7 +59,7 @@ def codec_of(packet: Packet, observed: Snapshot | None = None) -> Callable[[Snap
 
 def asks_queries(packet: Packet) -> bool:
     """Whether the tokens of a packet were ranked by queries."""
-    return str(packet.report.get("scorer")).startswith(OBSERVATION)
+    return str(packet.report.get("scorer")).startswith("observation_window")
 
 
 def _with_queries(own: Snapshot, observed: Snapshot) -> Snapshot:

@@ -81,17 +81,22 @@ def audit_cache(
         InvalidInput: more than one sequence, left padding, or too few tokens.
         IncompatibleIdentity: made for another model.
     """
-    if snapshot.batch_size != 1 or snapshot.seq_len < 2 or int(snapshot.positions[0, 0]) != 0:
-        raise InvalidInput("one sequence at a time is audited, of at least 2 tokens and without left padding")
-    from kvferry.hf.identity import identity_of
-
-    snapshot.identity.require_compatible(identity_of(models.own))
+    require_auditable(models, snapshot)
     lossy = codec is not None or _lossy(snapshot) if declared is None else declared
     prompt = snapshot.token_ids
     more = generate(models, CACHE_ON, prompt, new_tokens).tokens
     ids = torch.cat([prompt, torch.tensor([more])], dim=1)
     runs = _run(models, snapshot, codec, ids, on_progress)
     return _judge(models, snapshot, runs, lossy, codec is not None)
+
+
+def require_auditable(models: ModelSet, snapshot: Snapshot) -> None:
+    """Raise unless the cache is one sequence, without padding, and of this receiver: see `audit_cache`."""
+    if snapshot.batch_size != 1 or snapshot.seq_len < 2 or int(snapshot.positions[0, 0]) != 0:
+        raise InvalidInput("one sequence at a time is audited, of at least 2 tokens and without left padding")
+    from kvferry.hf.identity import identity_of
+
+    snapshot.identity.require_compatible(identity_of(models.own))
 
 
 def _run(
@@ -171,7 +176,7 @@ def _judge(models: ModelSet, snapshot: Snapshot, runs: _Runs, lossy: bool, verif
     elif verdict.name == "codec" and runs.coded is None:
         reasons = ("stays at any precision, as a declared lossy stage does; its size was not checked", *notes)
     elif verdict.name == "codec":
-        reasons = ("stays at any precision, as declared by a lossy stage, and is no larger than it is here", *notes)
+        reasons = ("no larger than what the declared lossy stage does to the receiver's own cache", *notes)
     elif verdict.name == "semantic" and under is None:
         reasons = ("farther from a float64 prefill than rounding takes the receiver's own caches", *verdict.reasons[1:])
     layer, tensor = None, None

@@ -185,40 +185,33 @@ def _protocols(
 def _given(
     common: Common, name: str, packet: str | None, cache: str | None, settings: Settings
 ) -> tuple[list[Finding], dict[str, Any]]:
-    from kvferry.audit.codec import asks_queries, codec_of, works
+    from kvferry.audit.codec import audit_packet
     from kvferry.audit.given import audit_cache
     from kvferry.audit.models import ModelSet
     from kvferry.audit.protocols import replica_floor
-    from kvferry.hf.capture import capture
-    from kvferry.hf.identity import identity_of
     from kvferry.hf.models import load_model
-    from kvferry.hf.observe import QUERY_WINDOW
-    from kvferry.ship.encode import decode
     from kvferry.ship.packet import Packet
     from kvferry.snapshot import Snapshot
 
-    codec = shipped = None
+    given: Packet | Snapshot
     if packet is not None:
         check_kind(packet, "packet", snapshot="give it with --cache")
-        shipped = Packet.load(packet)
-        snapshot = decode(shipped)
+        given = Packet.load(packet)
+        identity = given.header.identity
     else:
         assert cache is not None
         check_kind(cache, "snapshot", packet="give it with --packet")
-        snapshot = Snapshot.load(cache)
-    dtype, attn = common.fill_defaults(snapshot.identity.dtype, snapshot.identity.attention)
+        given = Snapshot.load(cache)
+        identity = given.identity
+    dtype, attn = common.fill_defaults(identity.dtype, identity.attention)
     with working("loading the model"):
         loaded, _ = load_model(name, dtype=dtype, attn=attn)
-    if shipped is not None:
-        snapshot.identity.require_compatible(identity_of(loaded))
-        observed = capture(loaded, snapshot.token_ids, query_window=QUERY_WINDOW) if asks_queries(shipped) else None
-        codec = codec_of(shipped, observed)
-        if codec is not None and not works(codec, snapshot):
-            codec = None
+    models, new = ModelSet(loaded), settings.new_tokens
     with progress() as on_progress:
-        finding = audit_cache(
-            ModelSet(loaded), snapshot, codec=codec, new_tokens=settings.new_tokens, on_progress=on_progress
-        )
+        if isinstance(given, Packet):
+            finding = audit_packet(models, given, new_tokens=new, on_progress=on_progress)
+        else:
+            finding = audit_cache(models, given, new_tokens=new, on_progress=on_progress)
     return [finding], replica_floor([finding])
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from kvferry.errors import InvalidInput
 from kvferry.report import audit, audit_tables
-from kvferry.report.audit_said import overall, sentences
+from kvferry.report.audit_checks import overall
+from kvferry.report.audit_papers import papers
+from kvferry.report.audit_said import sentences
 from kvferry.report.tables import made_with
 from kvferry.snapshot.files import write_text
 
@@ -51,7 +53,7 @@ def page(results: Mapping[str, Row], figures: Sequence[str] = ()) -> str:
         for content in results.values()
         for finding in content["result"]["findings"]
     ]
-    parts = ["# Audit: cache ON against OFF\n", WORDS, "\n## Beside the papers\n", audit_tables.papers(found)]
+    parts = ["# Audit: cache ON against OFF\n", WORDS, "\n## Beside the papers\n", papers(found)]
     for model in dict.fromkeys(model for model, _ in found):
         said = sentences([one for name, one in found if name == model])
         parts += [f"\n### {model}\n", *(f"- {sentence[:1].upper()}{sentence[1:]}" for sentence in said)]
@@ -62,9 +64,7 @@ def page(results: Mapping[str, Row], figures: Sequence[str] = ()) -> str:
     parts += ["\n## Constructions: against a prefill\n", audit_tables.constructions(found)]
     parts += ["\n## Transplants\n", TRANSPLANTS, "", audit_tables.transplants(found)]
     parts += ["\n## Patches of the residual stream\n", PATCHES, "", audit_tables.patches(found)]
-    if shipped := audit_tables.carriers(found):
-        parts += ["\n## A shipped cache, stage by stage\n", *(f"- {sentence}" for sentence in shipped), ""]
-        parts += [audit_tables.stages(found)]
+    parts += ["\n## A shipped cache, stage by stage\n", audit_tables.stages(found)]
     parts += ["\n## Nearer to float64\n", ORACLE, "", audit_tables.oracle(found)]
     parts += ["\n## Figures\n", *figures] if figures else []
     parts += ["\n## Verdicts\n", audit_tables.verdicts(found)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,14 +12,8 @@ Row = Mapping[str, Any]
 Found = Sequence[tuple[str, Row]]
 """Model and finding."""
 
-HARMLESS = ("identical", "kernel-shape", "rounding")
-"""Verdicts that a clean pair of runs may have."""
-
 LIVE = ("incremental", "decoded(16)")
 """Constructions that stand for a cache as it is decoded."""
-
-CLEAN = ("fixed_prefix", "precision_2x2", "stage_replay", "batch")
-"""Protocols whose arms have nothing wrong with them."""
 
 FACTOR = 65_536
 """Ratio of the epsilons of bfloat16 and float32."""
@@ -31,11 +24,6 @@ def sentences(own: Sequence[Row]) -> list[str]:
     return [sentence for tell in TOLD for sentence in tell(own)]
 
 
-def overall(found: Found) -> list[str]:
-    """What all runs together say of the audit itself: false alarms, faults caught, replicas."""
-    return _alarms(found) + _caught(found) + _replicas(found)
-
-
 def live(finding: Row) -> bool:
     """Whether the second arm's cache came about as decoding makes it."""
     return finding["arms"][-1]["construction"] in LIVE
@@ -44,10 +32,6 @@ def live(finding: Row) -> bool:
 def once(finding: Row) -> bool:
     """`precision_2x2` has the pair of `fixed_prefix` among its own: that one counts once."""
     return bool(finding["protocol"] != "precision_2x2" or finding["arms"][-1]["dtype"] == "float32")
-
-
-def _clean(finding: Row) -> bool:
-    return finding["protocol"] in CLEAN and once(finding)
 
 
 def counted(measure: Row) -> str:
@@ -63,7 +47,8 @@ def share(hits: int, n: int) -> str:
     return f"{hits} of {n} (at most {high:.1%})" if not hits else f"{hits} of {n} [{low:.1%}, {high:.1%}]"
 
 
-def _dtype(finding: Row) -> str:
+def dtype_of(finding: Row) -> str:
+    """Of the second arm."""
     return str(finding["arms"][-1]["dtype"])
 
 
@@ -74,7 +59,7 @@ def _of(own: Iterable[Row], protocol: str, measure: str) -> list[Row]:
 def _free(own: Sequence[Row]) -> list[str]:
     said = []
     for one in _of(own, "free_run", "prompts_diverging"):
-        measures, sampler, dtype = one["measures"], one["detail"]["sampler"]["name"], _dtype(one)
+        measures, sampler, dtype = one["measures"], one["detail"]["sampler"]["name"], dtype_of(one)
         rate = measures["prompts_diverging"]
         words = f"{sampler} runs in {dtype} part on {counted(rate)} prompts within {_longest(one)} tokens"
         hits = round(rate["value"] * rate["n"])
@@ -129,7 +114,7 @@ def _answers(own: Sequence[Row]) -> list[str]:
         off, on, apart = (measures[f"accuracy_{name}"] for name in ("reference", "other", "difference"))
         ci = apart["ci"]
         side = "neither is better" if ci is None or ci[0] <= 0 <= ci[1] else "ON is better" if ci[0] > 0 else "OFF is"
-        words = f"answers in {_dtype(one)}: OFF right {counted(off)}, ON {counted(on)}"
+        words = f"answers in {dtype_of(one)}: OFF right {counted(off)}, ON {counted(on)}"
         if "right_in_reference_alone" in measures:
             alone = [round(measures[f"right_in_{arm}_alone"]["value"] * off["n"]) for arm in ("reference", "other")]
             words += f"; in OFF alone {alone[0]}, in ON alone {alone[1]}"
@@ -148,15 +133,17 @@ def _constructions(own: Sequence[Row]) -> list[str]:
     distances: dict[str, float] = {}
     for one in _of(own, "stage_replay", "cache_l2_median"):
         if live(one):
-            distances[_dtype(one)] = max(distances.get(_dtype(one), 0.0), one["measures"]["cache_l2_median"]["value"])
+            distances[dtype_of(one)] = max(
+                distances.get(dtype_of(one), 0.0), one["measures"]["cache_l2_median"]["value"]
+            )
     for one in _of(own, "stage_replay", "suffix_differs"):
         if one["arms"][-1]["construction"] != "incremental":
             continue
         words = (
-            f"suffixes from a cache built token by token and from a prefill differ in {_dtype(one)} in "
+            f"suffixes from a cache built token by token and from a prefill differ in {dtype_of(one)} in "
             f"{counted(one['measures']['suffix_differs'])} within {one['detail']['suffix_tokens']} tokens"
         )
-        if _dtype(one) == "bfloat16":
+        if dtype_of(one) == "bfloat16":
             words += " ('Stage-Replay Divergence': 83 %, over suffixes of its own length, with a median of 88 tokens)"
         said.append(words + ".")
     if distances.get("bfloat16") and distances.get("float32"):
@@ -171,7 +158,7 @@ def _constructions(own: Sequence[Row]) -> list[str]:
 def _orders(own: Sequence[Row]) -> list[str]:
     """How much smaller the KL of ON from OFF is in float32 than in bfloat16."""
     kl = {
-        _dtype(one): one["measures"]["kl_mean"]["value"]
+        dtype_of(one): one["measures"]["kl_mean"]["value"]
         for protocol in ("precision_2x2", "fixed_prefix")
         for one in _of(own, protocol, "kl_mean")
     }
@@ -281,8 +268,8 @@ def _nearer(own: Sequence[Row]) -> list[str]:
         side = "neither" if ci is None or ci[0] <= 0 <= ci[1] else "cache ON" if measure["value"] < 0 else "cache OFF"
         errors = [one["measures"][f"oracle_error_{arm}"]["value"] for arm in ("reference", "other")]
         said.append(
-            f"nearer to float64 in {_dtype(one)} is {side}: relative L2 {errors[0]:.3g} of OFF, {errors[1]:.3g} of ON, "
-            f"n = {measure['n']} sequences that differ."
+            f"nearer to float64 in {dtype_of(one)} is {side}: relative L2 {errors[0]:.3g} of OFF, {errors[1]:.3g} of "
+            f"ON, n = {measure['n']} sequences that differ."
         )
     return said
 
@@ -294,23 +281,37 @@ def _padded(own: Sequence[Row]) -> list[str]:
         for one in _of(own, "batch", "kl_mean")
         if one["arms"][-1].get("left_padding") and not one["arms"][-1].get("batch")
     ]
-    beside = {_dtype(one): one["measures"]["kl_mean"] for one in _of(own, "fixed_prefix", "kl_mean")}
+    beside = {dtype_of(one): one["measures"]["kl_mean"] for one in _of(own, "fixed_prefix", "kl_mean")}
     return [
-        f"left padding alone moves the predictions in {_dtype(one)} by a mean KL of "
+        f"left padding alone moves the predictions in {dtype_of(one)} by a mean KL of "
         f"{one['measures']['kl_mean']['value']:.2g} (n = {one['n']}); ON against OFF "
-        f"{beside[_dtype(one)]['value']:.2g} (n = {beside[_dtype(one)]['n']})."
+        f"{beside[dtype_of(one)]['value']:.2g} (n = {beside[dtype_of(one)]['n']})."
         for one in padded
-        if _dtype(one) in beside
+        if dtype_of(one) in beside
     ]
 
 
 def _overflows(own: Sequence[Row]) -> list[str]:
     return [
-        f"{_dtype(one)} overflows in {one['verdicts']['overflow']} of {one['n']} sequences, first in layer "
+        f"{dtype_of(one)} overflows in {one['verdicts']['overflow']} of {one['n']} sequences, first in layer "
         f"{one['layer']}, {one['tensor']} ({one['reasons'][0].partition(':')[0]}): free runs in it are not run."
         for one in own
         if one["protocol"] == "fixed_prefix" and one["verdict"] == "overflow"
     ]
+
+
+def _shipped(own: Sequence[Row]) -> list[str]:
+    """What carries most of a shipped cache's distance, and the flips that margins predict."""
+    said = []
+    for one in _of(own, "given_cache", "expected_flips"):
+        layers, flips = one["detail"]["layers"][:4], one["measures"]["flip_rate"]
+        most = ", ".join(f"{row['tensor']} of layer {row['layer']} {row['share']:.0%}" for row in layers)
+        said.append(
+            f"a shipped cache is `{one['verdict']}`: {one['reasons'][0]}; most of its squared distance lies in {most}; "
+            f"margins predict {one['measures']['expected_flips']['value']:.1f} flips in {flips['n']}, there are "
+            f"{round(flips['value'] * flips['n'])} (n = 1 cache)."
+        )
+    return said
 
 
 TOLD: tuple[Callable[[Sequence[Row]], list[str]], ...] = (
@@ -323,61 +324,6 @@ TOLD: tuple[Callable[[Sequence[Row]], list[str]], ...] = (
     _nearer,
     _padded,
     _overflows,
+    _shipped,
 )
 """What is said of each model, in this order."""
-
-
-def _alarms(found: Found) -> list[str]:
-    clean: Counter[str] = Counter()
-    passages: dict[str, int] = {}
-    for model, one in found:
-        if _clean(one):
-            clean.update(one["verdicts"])
-            passages[model] = max(passages.get(model, 0), one["n"])
-    judged = sum(clean[verdict] for verdict in HARMLESS) + clean["semantic"]
-    if not judged:
-        return []
-    least = sum(passages.values())
-    words = f"Of {judged} clean pairs of runs that did not overflow, {clean['semantic']} were called semantic"
-    if clean["semantic"]:
-        low, high = wilson(clean["semantic"], judged)
-        words += f" [{low:.2%}, {high:.2%}]"
-    else:
-        words += f" (at most {wilson(0, judged)[1]:.2%}; a passage serves several pairs: of {least} passages, at most "
-        words += f"{wilson(0, least)[1]:.2%})"
-    key = "oracle_error_reference"
-    tried = sum(one["measures"][key]["n"] for _, one in found if _clean(one) and key in one["measures"])
-    words += f". In {tried} both arms ran in float64 as well; {clean['identical']} were the same to the bit, which "
-    words += "needs none"
-    exact = judged - tried - clean["identical"]
-    return [words + (f"; {exact} were in float64 themselves." if exact > 0 else ".")]
-
-
-def _caught(found: Found) -> list[str]:
-    caught = [one["measures"]["caught"] for _, one in found if one["protocol"] == "self_check"]
-    if not caught:
-        return []
-    hits, n = sum(round(one["value"] * one["n"]) for one in caught), sum(one["n"] for one in caught)
-    words = f"Of {n} planted faults, of the kinds below and each in one layer, {hits} were caught, named and located"
-    low, high = wilson(hits, n)
-    return [f"{words} [{low:.1%}, {high:.1%}]."]
-
-
-def _replicas(found: Found) -> list[str]:
-    told = [
-        one
-        for _, one in found
-        if one["replicas"] is not None
-        and one["verdicts"]
-        and once(one)
-        and one["detail"].get("direction") not in ("recipient_to_donor", "on_into_off")  # the same runs, the other way
-    ]
-    if not told:
-        return []
-    n = sum(one["n"] if one["protocol"] == "transplant" else sum(one["verdicts"].values()) for one in told)
-    equal = sum(one["replicas"] for one in told)
-    words = f"The same path twice gave the same bits in {equal} of the {n} pairs of arms that ran twice"
-    words += f" (other bits in at most {wilson(n - equal, n)[1]:.2%})"
-    sizes = [one["measures"]["replica_max_abs"]["value"] for one in told if "replica_max_abs" in one["measures"]]
-    known = [size for size in sizes if size is not None]
-    return [words + (f"; otherwise up to {max(known):.3g} in a logit: nothing finer is claimed." if known else ".")]

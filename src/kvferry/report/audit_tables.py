@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvferry.report.audit_said import live, once, share
+from kvferry.report.audit_said import Found, Row, dtype_of, live, once, share
 from kvferry.report.tables import markdown
-
-Row = Mapping[str, Any]
-
-Found = Sequence[tuple[str, Row]]
-"""Model and finding."""
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -34,11 +28,8 @@ def told(measure: Row, digits: int = 3) -> str:
     return f"{value:.{digits}g} ({interval}n {n})"
 
 
-def dtype_of(finding: Row) -> str:
-    return str(finding["arms"][-1]["dtype"])
-
-
-def _models(found: Found) -> list[str]:
+def models_of(found: Found) -> list[str]:
+    """Each once, in their order."""
     return list(dict.fromkeys(model for model, _ in found))
 
 
@@ -48,105 +39,8 @@ def _pairs(found: Found, model: str) -> dict[str, Row]:
     return {dtype_of(one): one for one in own if once(one)}
 
 
-def _sampled(name: str) -> Callable[[Row], bool]:
-    return lambda one: bool(one["detail"]["sampler"]["name"] == name)
-
-
-def _direction(name: str) -> Callable[[Row], bool]:
-    return lambda one: bool(one["detail"]["direction"] == name)
-
-
-def _incremental(finding: Row) -> bool:
-    return bool(finding["arms"][-1]["construction"] == "incremental")
-
-
-PAPERS: tuple[tuple[str, str, str, str, Callable[[Row], bool]], ...] = (
-    (
-        "greedy runs that part, of prompts",
-        "C&X: 100 % in 9 of 9 fp16 conditions; fp32 none",
-        "free_run",
-        "prompts_diverging",
-        _sampled("greedy"),
-    ),
-    ("top-k runs that part", "C&X: as above", "free_run", "prompts_diverging", _sampled("top_k")),
-    ("top-p runs that part", "C&X: as above", "free_run", "prompts_diverging", _sampled("top_p")),
-    ("accuracy of ON less OFF's", "C&X: ON better in 8 of 9", "free_run", "accuracy_difference", _sampled("greedy")),
-    (
-        "flips on fixed prefixes, by sequence",
-        "C&X: fp32 0.0 %",
-        "fixed_prefix|precision_2x2",
-        "flip_rate_clustered",
-        once,
-    ),
-    ("KL of ON from OFF, mean", "C&X: eight orders smaller in fp32", "fixed_prefix|precision_2x2", "kl_mean", once),
-    (
-        "suffixes that differ by construction",
-        "Lorup: bf16 83 % (77.2 to 87.6), n 200; fp32 0 (≤ 1.88 %)",
-        "stage_replay",
-        "suffix_differs",
-        _incremental,
-    ),
-    ("their first divergence, median", "Lorup: 88", "stage_replay", "suffix_first_divergence_median", _incremental),
-    (
-        "relative L2 of the cache, median",
-        "Lorup: bf16 1.22e-2; fp32 4.27e-6",
-        "stage_replay",
-        "cache_l2_median",
-        _incremental,
-    ),
-    (
-        "largest logit difference, median",
-        "Lorup: bf16 0.4375; fp32 1.04e-4",
-        "stage_replay",
-        "max_abs_median_of_sequences",
-        _incremental,
-    ),
-    (
-        "transplants that give the donor's tokens",
-        "Lorup: 24 of 24 and 43 of 43",
-        "transplant",
-        "whole: tokens recovered",
-        _direction("donor_to_recipient"),
-    ),
-    (
-        "the same, recipient into donor",
-        "Lorup: as above",
-        "transplant",
-        "whole: tokens recovered",
-        _direction("recipient_to_donor"),
-    ),
-    (
-        "later steps restored by a residual patch",
-        "C&X: not",
-        "residual_patch",
-        "restored_later_steps_all_layers_mean_clipped",
-        _direction("off_into_on"),
-    ),
-)
-"""What, the figure of either paper, the protocol and measure that answer it here, and of which findings."""
-
-
-def papers(found: Found) -> str:
-    """Ours beside the papers' figures: a row a measure and model, a column a dtype."""
-    dtypes = [dtype for dtype in DTYPES if dtype != "float64"]
-    rows = []
-    for title, figures, protocol, measure, wanted in PAPERS:
-        for model in _models(found):
-            own = {
-                dtype_of(one): one
-                for name, one in found
-                if name == model
-                and one["protocol"] in protocol.split("|")
-                and measure in one["measures"]
-                and wanted(one)
-            }
-            cells = [_cell(own[dtype], measure) if dtype in own else "" for dtype in dtypes]
-            if any(cells):
-                rows.append((title, figures, model, *cells))
-    return table(("what", "papers", "model", *dtypes), rows)
-
-
-def _cell(finding: Row, measure: str) -> str:
+def cell(finding: Row, measure: str) -> str:
+    """A measure of a finding; of a median that was not reached, how far one looked."""
     found = finding["measures"][measure]
     if found["value"] is None:
         horizon = finding["detail"].get("suffix_tokens") or finding["detail"].get("new_tokens")
@@ -179,7 +73,7 @@ def fixed(found: Found) -> str:
     """ON against OFF on fixed prefixes, a column a model and dtype."""
     columns = [
         (f"{model}, {dtype}", pairs[dtype])
-        for model in _models(found)
+        for model in models_of(found)
         if (pairs := _pairs(found, model))
         for dtype in DTYPES
         if dtype in pairs and "kl_mean" in pairs[dtype]["measures"]
@@ -225,7 +119,7 @@ def free(found: Found) -> str:
             model,
             dtype_of(one),
             one["detail"]["sampler"]["name"],
-            *(_cell(one, key) if key in one["measures"] else "" for key, _ in FREE),
+            *(cell(one, key) if key in one["measures"] else "" for key, _ in FREE),
             f"{sum(one['verdicts'].values())} of {one['n']}",
         )
         for model, one in found
@@ -242,7 +136,7 @@ def constructions(found: Found) -> str:
             dtype_of(one),
             one["arms"][-1]["construction"],
             *(
-                _cell(one, key)
+                cell(one, key)
                 for key in (
                     "suffix_differs",
                     "suffix_first_divergence_median",
@@ -307,7 +201,7 @@ def oracle(found: Found) -> str:
 def transplants(found: Found) -> str:
     """What part of one run's cache in the other's gives what, a row a part, a column a direction."""
     rows = []
-    for model in _models(found):
+    for model in models_of(found):
         own = [one for name, one in found if name == model and one["protocol"] == "transplant"]
         by = {one["detail"]["direction"]: one["detail"]["matrix"] for one in own}
         for part in dict.fromkeys(part for matrix in by.values() for part in matrix):
@@ -367,25 +261,6 @@ def stages(found: Found) -> str:
     ]
     head = ("model", "cache", "relative L2 to the own", "KL, mean", "largest logit difference", "flips")
     return table(head, rows)
-
-
-def carriers(found: Found) -> list[str]:
-    """What carries most of a given cache's distance, and the flips that margins predict, in words."""
-    said = []
-    for model, one in found:
-        if one["protocol"] != "given_cache":
-            continue
-        most = ", ".join(
-            f"{row['tensor']} of layer {row['layer']} {row['share']:.0%}" for row in one["detail"]["layers"][:4]
-        )
-        measures = one["measures"]
-        flips = measures["flip_rate"]
-        said.append(
-            f"{model}: verdict `{one['verdict']}` ({one['reasons'][0]}); most of the squared distance lies in {most}; "
-            f"margins predict {measures['expected_flips']['value']:.1f} flips in {flips['n']}, there are "
-            f"{round(flips['value'] * flips['n'])}."
-        )
-    return said
 
 
 def verdicts(found: Found) -> str:
